@@ -1,0 +1,83 @@
+"""The shared pool of physical KV pages: a free list, ownership, and an audit of both.
+
+A page is a number; what lies behind it (16 tokens of K and V of one layer) is the backend's business.
+Knows no device, no layer, no sequence: an owner is a name.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from samir_vllm.errors import InvariantError
+
+
+class PagePool:
+    """Hands out ``page_id``s ``0 ... num_pages - 1``; all pages of an owner come and go together."""
+
+    def __init__(self, num_pages: int) -> None:
+        """An empty pool of ``num_pages`` pages (>= 0), all free."""
+        self.num_pages = num_pages
+        # A stack: the lower `num_free` entries are free. Filled downwards so that page 0 goes out first.
+        self._stack = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self.num_free = num_pages
+        self._owned: dict[str, np.ndarray] = {}
+
+    @property
+    def num_used(self) -> int:
+        """Pages that have an owner."""
+        return self.num_pages - self.num_free
+
+    def allocate(self, owner: str, count: int) -> np.ndarray:
+        """Give ``count`` pages to ``owner``.
+
+        Returns:
+            int32 [count], the page ids. The caller must not write to the array.
+
+        Raises:
+            InvariantError: fewer pages are free, or the owner already has pages. Callers ask
+                ``num_free`` first, so this is a bug and nothing a user can cause.
+        """
+        if count > self.num_free or owner in self._owned:
+            raise InvariantError(
+                f"allocate({owner!r}, {count}): {self.num_free} pages free, "
+                f"owner {'already has pages' if owner in self._owned else 'has none'}"
+            )
+        pages = self._stack[self.num_free - count : self.num_free][::-1].copy()
+        self.num_free -= count
+        self._owned[owner] = pages
+        return pages
+
+    def free(self, owner: str) -> None:
+        """Take back all pages of ``owner``.
+
+        Raises:
+            InvariantError: the owner has no pages (freed twice, or never allocated).
+        """
+        pages = self._owned.pop(owner, None)
+        if pages is None:
+            raise InvariantError(f"free({owner!r}): owns no pages")
+        self._stack[self.num_free : self.num_free + len(pages)] = pages[::-1]
+        self.num_free += len(pages)
+
+    def pages_of(self, owner: str) -> np.ndarray:
+        """int32 [count]: the pages of ``owner``, in the order they were given; empty if it has none."""
+        return self._owned.get(owner, np.empty(0, np.int32))
+
+    def check_integrity(self) -> None:
+        """Audit: free + used = total, and every page has exactly one place.
+
+        Raises:
+            InvariantError: naming the first page that is lost or owned twice.
+        """
+        places = np.zeros(self.num_pages, np.int64)
+        for pages in (self._stack[: self.num_free], *self._owned.values()):
+            if len(pages) and (pages.min() < 0 or pages.max() >= self.num_pages):
+                raise InvariantError(f"page ids outside 0 ... {self.num_pages - 1}: {pages}")
+            np.add.at(places, pages, 1)
+        wrong = np.flatnonzero(places != 1)
+        if len(wrong):
+            page = int(wrong[0])
+            raise InvariantError(f"page {page} has {places[page]} places instead of 1 ({len(wrong)} such pages)")
+        used = sum(len(pages) for pages in self._owned.values())
+        if used + self.num_free != self.num_pages:
+            raise InvariantError(f"{self.num_free} free + {used} used != {self.num_pages} pages")

@@ -1,0 +1,207 @@
+"""Decides what runs: the waiting and running queues, admission by page credit, the two batching modes.
+
+A request's whole credit (every page it can ever need, in every layer) is reserved at admission and comes
+back whole at its end. That rules out preemption and deadlock: whatever runs can run to its end.
+Knows no device, no text and no clock but the one it is given.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+
+from samir_vllm.config import NAN_TOKEN
+from samir_vllm.errors import RequestError
+from samir_vllm.page_pool import PagePool
+from samir_vllm.sequence import FinishReason, ScheduledStep, Sequence, SequenceStatus
+
+
+class Scheduler:
+    """FIFO admission over one page pool, then chunks of prefill beside every decode."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        num_layers: int,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        batching: str = "continuous",
+        kv_cache_mib_for: Callable[[int], int] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """A scheduler with nothing to do.
+
+        Args:
+            pool: shared by all sequences and layers.
+            num_layers: pages are taken for each layer.
+            max_num_seqs: sequences that run together at most.
+            max_batched_tokens: prompt tokens that one step prefills at most.
+            batching: ``continuous`` admits whenever there is room; ``static`` admits a group, runs it to
+                its end, then admits the next.
+            kv_cache_mib_for: pages -> MiB, for the remedy in an error.
+            clock: seconds.
+        """
+        self.pool = pool
+        self.num_layers = num_layers
+        self.max_num_seqs = max_num_seqs
+        self.max_batched_tokens = max_batched_tokens
+        self.batching = batching
+        self._kv_cache_mib_for = kv_cache_mib_for
+        self._clock = clock
+        self.waiting: OrderedDict[str, Sequence] = OrderedDict()
+        self._prefilling: list[Sequence] = []
+        self._decoding: list[Sequence] = []
+        # Until `commit`: a step that was interrupted is scheduled again, block tables included.
+        self._admitted: list[tuple[Sequence, np.ndarray]] = []
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+
+    @property
+    def num_running(self) -> int:
+        """Admitted and not finished."""
+        return len(self._prefilling) + len(self._decoding)
+
+    @property
+    def num_waiting(self) -> int:
+        """Not admitted yet."""
+        return len(self.waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Something is waiting or running."""
+        return bool(self.waiting or self._prefilling or self._decoding)
+
+    def running(self) -> list[Sequence]:
+        """The admitted sequences."""
+        return self._decoding + self._prefilling
+
+    def credit_of(self, seq: Sequence) -> int:
+        """Pages, over all layers, that ``seq`` reserves at admission."""
+        return seq.pages_per_layer * self.num_layers
+
+    def add(self, seq: Sequence) -> None:
+        """Queue ``seq``.
+
+        Raises:
+            RequestError: it could not run even alone in the whole pool. Nothing else is touched.
+        """
+        needed = self.credit_of(seq)
+        if needed > self.pool.num_pages:
+            remedy = "shorten it"
+            if self._kv_cache_mib_for is not None:
+                remedy += f" or give --kv-cache-mib {self._kv_cache_mib_for(needed)}"
+            raise RequestError(
+                f"the request needs {needed} KV pages ({seq.num_prompt_tokens} prompt + {seq.max_tokens} new "
+                f"tokens, {self.num_layers} layers) but the pool has {self.pool.num_pages} in all: {remedy}"
+            )
+        self.waiting[seq.request_id] = seq
+
+    def schedule(self) -> ScheduledStep:
+        """Admit what fits, then choose this step's tokens: every decode, and prefill up to the bound."""
+        self._admit()
+        prefills: list[tuple[Sequence, int]] = []
+        budget = self.max_batched_tokens
+        for seq in self._prefilling:
+            if budget == 0:
+                break
+            chunk = min(budget, seq.num_prompt_tokens - seq.num_computed_tokens)
+            prefills.append((seq, chunk))
+            budget -= chunk
+        return ScheduledStep(self._decoding, prefills, self._admitted)
+
+    def _admit(self) -> None:
+        if self.batching == "static" and self.num_running:
+            return
+        while self.waiting and self._free_slots:
+            seq = next(iter(self.waiting.values()))
+            credit = self.credit_of(seq)
+            if credit > self.pool.num_free:
+                break  # FIFO: nothing behind it overtakes
+            del self.waiting[seq.request_id]
+            pages = self.pool.allocate(seq.request_id, credit)
+            seq.slot = self._free_slots.pop()
+            seq.status = SequenceStatus.PREFILL
+            seq.admitted_time = self._clock()
+            self._prefilling.append(seq)
+            self._admitted.append((seq, pages.reshape(self.num_layers, seq.pages_per_layer)))
+
+    def commit(self, step: ScheduledStep, token_ids: list[int]) -> list[Sequence]:
+        """Book the results of a step.
+
+        Args:
+            step: what ``schedule`` returned.
+            token_ids: one for each of ``step.sampled()``, in that order; ``NAN_TOKEN`` for a row without
+                a usable maximum.
+
+        Returns:
+            The sequences that got a token or ended by an error, in the same order.
+        """
+        sampled = step.sampled()
+        self._admitted = []
+        for seq, chunk in step.prefills:
+            seq.num_computed_tokens += chunk
+        ended = False
+        now = self._clock()
+        for seq, token in zip(sampled, token_ids, strict=True):
+            if seq.status is SequenceStatus.DECODE:
+                seq.num_computed_tokens += 1
+            else:
+                seq.first_token_time = now
+            if token == NAN_TOKEN:
+                self._end(seq, "error", "the model produced NaN logits: the weights may be damaged")
+                ended = True
+                continue
+            seq.token_ids.append(token)
+            if token in seq.stop_ids:
+                self._end(seq, "stop")
+                ended = True
+            elif seq.num_output_tokens >= seq.max_tokens:
+                self._end(seq, "length")
+                ended = True
+        if ended or step.prefills:
+            self._regroup()
+        return sampled
+
+    def _regroup(self) -> None:
+        """Drop what ended and move what has its whole prompt from prefill to decode."""
+        # New lists, never changed in place: a ScheduledStep still refers to the old ones.
+        self._decoding = [s for s in self._decoding if not s.is_finished]
+        still: list[Sequence] = []
+        for seq in self._prefilling:
+            if seq.is_finished:
+                continue
+            if seq.num_computed_tokens == seq.num_prompt_tokens:
+                seq.status = SequenceStatus.DECODE
+                self._decoding.append(seq)
+            else:
+                still.append(seq)
+        self._prefilling = still
+
+    def abort(self, seq: Sequence, reason: FinishReason = "abort", error: str | None = None) -> bool:
+        """End ``seq`` now, wherever it is, between two steps. Its pages are free at once.
+
+        Returns:
+            False if it had ended already.
+        """
+        if seq.is_finished:
+            return False
+        self._end(seq, reason, error)
+        self._regroup()
+        return True
+
+    def _end(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        if seq.status is SequenceStatus.WAITING:
+            del self.waiting[seq.request_id]
+        else:
+            self.pool.free(seq.request_id)
+            self._free_slots.append(seq.slot)
+            if self._admitted:
+                self._admitted = [(s, pages) for s, pages in self._admitted if s is not seq]
+        seq.slot = -1
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+        seq.error = error
+        seq.finished_time = self._clock()

@@ -1,0 +1,131 @@
+"""One request on its way through the engine (its tokens, its state, its clock), and the step it runs in.
+
+Knows no device and no text; the scheduler moves it, the engine words it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from samir_vllm.config import PAGE_SIZE
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence is; running means prefill or decode."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Token ids and progress of one request.
+
+    ``token_ids`` holds the prompt and then the output. ``num_computed_tokens`` counts tokens whose K and
+    V are written: during decode it is always ``len(token_ids) - 1``, the newest token being the next input.
+    Times are seconds of the engine's clock, None until they happen.
+    """
+
+    __slots__ = (
+        "admitted_time",
+        "arrival_time",
+        "error",
+        "finish_reason",
+        "finished_time",
+        "first_token_time",
+        "max_tokens",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "request_id",
+        "slot",
+        "status",
+        "stop_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        *,
+        max_tokens: int,
+        stop_ids: frozenset[int] = frozenset(),
+        arrival_time: float = 0.0,
+    ) -> None:
+        """A waiting sequence.
+
+        Args:
+            request_id: unique among live requests.
+            prompt_token_ids: at least one id.
+            max_tokens: new tokens at most (>= 1), cut to what the context has room for.
+            stop_ids: every id that ends the answer (the model's, unless ignored, and the user's).
+            arrival_time: seconds.
+        """
+        self.request_id = request_id
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.max_tokens = max_tokens
+        self.stop_ids = stop_ids
+        self.num_computed_tokens = 0
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+        self.slot = -1  # row of the block tables while running
+        self.arrival_time = arrival_time
+        self.admitted_time: float | None = None
+        self.first_token_time: float | None = None
+        self.finished_time: float | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """New tokens so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The new tokens so far, a stop id included."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def pages_per_layer(self) -> int:
+        """Pages of each layer that the sequence can ever touch.
+
+        The last new token is never an input, so its K and V are never stored: hence the -1.
+        """
+        return -(-(self.num_prompt_tokens + self.max_tokens - 1) // PAGE_SIZE)
+
+    @property
+    def is_finished(self) -> bool:
+        """True once a finish reason is set."""
+        return self.status is SequenceStatus.FINISHED
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """What one step runs.
+
+    ``decodes`` take one token each. ``prefills`` are (sequence, number of prompt tokens in this step's
+    chunk). ``admitted`` are the sequences whose block tables are new in this step, with their
+    page ids, int32 [num_layers, pages_per_layer].
+    """
+
+    decodes: list[Sequence]
+    prefills: list[tuple[Sequence, int]]
+    admitted: list[tuple[Sequence, np.ndarray]]
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to run."""
+        return not (self.decodes or self.prefills)
+
+    def sampled(self) -> list[Sequence]:
+        """The sequences that get a token from this step, in the order of the batch's logits rows."""
+        ends = [s for s, n in self.prefills if s.num_computed_tokens + n == s.num_prompt_tokens]
+        return self.decodes + ends
