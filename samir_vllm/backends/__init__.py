@@ -1,0 +1,207 @@
+"""The Backend protocol: the operations a forward pass is made of, their shapes and dtypes.
+
+``llama.py`` is written once over the coarse operations (``norm_qkv`` ... ``logits``). Each is a seam: its
+default composes the small operations, and a backend overrides it only where fusing pays. Arrays are
+the backend's own kind; nothing above looks inside them. Knows no sequence, no pool and no text.
+
+Shapes use: T tokens of S sequences in this step, L rows whose logits are wanted, H heads, Hkv KV heads,
+D head_dim, I intermediate_size. "BF16" means rounded at that point of the numerics contract
+(docs/architecture.md), whatever dtype the backend holds the values in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from samir_vllm.config import EngineConfig, ModelConfig
+from samir_vllm.errors import DeviceError
+
+Array = Any
+"""An array of the backend's own kind (NumPy or CuPy)."""
+
+
+class BatchArrays(Protocol):
+    """The host arrays of one step, all int32; see ``samir_vllm.batch.Batch``."""
+
+    @property
+    def token_ids(self) -> np.ndarray: ...  # [T]
+    @property
+    def positions(self) -> np.ndarray: ...  # [T]
+    @property
+    def cu_seqlens_q(self) -> np.ndarray: ...  # [S + 1]
+    @property
+    def seq_lens(self) -> np.ndarray: ...  # [S]
+    @property
+    def slots(self) -> np.ndarray: ...  # [S]
+    @property
+    def logit_rows(self) -> np.ndarray: ...  # [L]
+    @property
+    def num_decodes(self) -> int: ...
+
+
+class Backend(ABC):
+    """One device's arrays and operations for one model."""
+
+    name: str
+    """``numpy`` or ``cuda``."""
+
+    kv_itemsize: int
+    """Bytes of one K or V value in a page."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    # Memory
+
+    @abstractmethod
+    def upload(self, tensors: Sequence[np.ndarray]) -> Array:
+        """Move BF16 tensors, [rows_i, cols] or all [n], to the device, stacked along axis 0."""
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Memory free for the KV cache now."""
+
+    @abstractmethod
+    def allocate_kv_cache(self, num_pages: int, max_num_seqs: int, max_pages_per_seq: int) -> None:
+        """Make the pages, and block tables int32 [max_num_seqs, num_layers, max_pages_per_seq] of -1.
+
+        Pages are [num_pages, 2 (K, V), Hkv, page_size, D]: what one head reads of a page is contiguous.
+        """
+
+    @abstractmethod
+    def set_block_table(self, slot: int, page_ids: np.ndarray) -> None:
+        """Set row ``slot`` of the block tables to int32 [num_layers, n], -1 behind them."""
+
+    @abstractmethod
+    def stage(self, batch: BatchArrays) -> Any:
+        """Bring a step's arrays to the device; the result is the ``inputs`` of the operations below."""
+
+    # Small operations
+
+    @abstractmethod
+    def embedding(self, table: Array, inputs: Any) -> Array:
+        """Rows of ``table`` [vocab_size, hidden_size] for the step's token ids -> BF16 [T, hidden_size]."""
+
+    @abstractmethod
+    def rmsnorm(self, x: Array, weight: Array) -> Array:
+        """x / sqrt(mean(x^2) + eps) * weight, all in FP32 -> BF16, the shape of ``x``.
+
+        Source: Zhang and Sennrich, 2019.
+        """
+
+    @abstractmethod
+    def linear(self, x: Array, weight: Array) -> Array:
+        """x [T, K] times weight [N, K] transposed -> BF16 [T, N]."""
+
+    @abstractmethod
+    def linear_add(self, x: Array, weight: Array, residual: Array) -> Array:
+        """residual + x times weight transposed, summed in FP32 and rounded once -> BF16 [T, N]."""
+
+    @abstractmethod
+    def rope_kv_write(self, qkv: Array, layer_idx: int, inputs: Any) -> Array:
+        """Rotate q and k (split halves, FP32), store k and v in their pages.
+
+        Args:
+            qkv: BF16 [T, (H + 2 Hkv) * D].
+
+        Returns:
+            q after RoPE, BF16 [T, H, D] (Su et al., 2021).
+        """
+
+    @abstractmethod
+    def paged_attention_decode(self, q: Array, layer_idx: int, inputs: Any) -> Array:
+        """One query token of each sequence over its own pages; q [S, H, D] -> BF16 [S, H * D]."""
+
+    @abstractmethod
+    def paged_attention_prefill(self, q: Array, layer_idx: int, inputs: Any) -> Array:
+        """Causal attention of packed chunks, each over its own pages (prefix and chunk).
+
+        Softmax is FP32 and online, in splits of 256 KV tokens at absolute positions, merged in order.
+
+        Args:
+            q: BF16 [T - num_decodes, H, D].
+
+        Returns:
+            BF16 [T - num_decodes, H * D].
+        """
+
+    @abstractmethod
+    def silu_mul(self, gate_up: Array) -> Array:
+        """SiLU(gate) * up of BF16 [T, 2 I] (gate first) -> BF16 [T, I] (Shazeer, 2020)."""
+
+    @abstractmethod
+    def take_rows(self, x: Array, inputs: Any) -> Array:
+        """The rows of ``x`` [T, n] whose logits are wanted -> [L, n]."""
+
+    @abstractmethod
+    def lm_head(self, x: Array, weight: Array) -> Array:
+        """x [L, hidden_size] times weight [vocab_size, hidden_size] transposed -> FP32 [L, vocab_size]."""
+
+    @abstractmethod
+    def argmax(self, logits: Array) -> Array:
+        """Greedy ids int32 [L] of FP32 [L, vocab_size]; lowest id on a tie, -1 for a row with NaN."""
+
+    @abstractmethod
+    def concat_rows(self, parts: Sequence[Array]) -> Array:
+        """[n_i, m] arrays one below the other."""
+
+    @abstractmethod
+    def to_numpy(self, x: Array) -> np.ndarray:
+        """A host copy: int32 as it is, everything else FP32."""
+
+    # Coarse operations: what llama.py calls
+
+    def norm_qkv(self, x: Array, norm: Array, qkv_proj: Array) -> Array:
+        """RMSNorm, then q, k and v in one GEMM -> BF16 [T, (H + 2 Hkv) * D]."""
+        return self.linear(self.rmsnorm(x, norm), qkv_proj)
+
+    def attention(self, q: Array, layer_idx: int, inputs: Any) -> Array:
+        """Attention of the whole step over the pages; q [T, H, D] -> BF16 [T, H * D]."""
+        decodes = inputs.num_decodes
+        if decodes == 0:
+            return self.paged_attention_prefill(q, layer_idx, inputs)
+        if decodes == q.shape[0]:
+            return self.paged_attention_decode(q, layer_idx, inputs)
+        return self.concat_rows(
+            [
+                self.paged_attention_decode(q[:decodes], layer_idx, inputs),
+                self.paged_attention_prefill(q[decodes:], layer_idx, inputs),
+            ]
+        )
+
+    def norm_mlp(self, x: Array, norm: Array, gate_up_proj: Array) -> Array:
+        """RMSNorm, gate and up in one GEMM, SiLU(gate) * up -> BF16 [T, I]."""
+        return self.silu_mul(self.linear(self.rmsnorm(x, norm), gate_up_proj))
+
+    def logits(self, x: Array, norm: Array, head: Array, inputs: Any) -> Array:
+        """Final norm and LM head of the wanted rows only -> FP32 [L, vocab_size]."""
+        return self.lm_head(self.rmsnorm(self.take_rows(x, inputs), norm), head)
+
+
+def rope_cos_sin(inv_freq: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """FP32 tables [n, D / 2] of cos and sin for int32 ``positions`` [n].
+
+    The angle is an FP32 product, as in the reference implementation: at position 9,000 its rounding is
+    visible, and every backend must share it.
+    """
+    angles = positions.astype(np.float32)[:, None] * inv_freq[None, :]
+    return np.cos(angles), np.sin(angles)
+
+
+def select_backend(engine: EngineConfig, model: ModelConfig) -> Backend:
+    """The backend that ``engine.device`` names; ``auto`` is the GPU if there is one, else NumPy.
+
+    Raises:
+        DeviceError: the device can't be used.
+    """
+    if engine.device.startswith("cuda"):
+        raise DeviceError(
+            f"device {engine.device!r}: this version runs on NumPy only; use --device cpu or auto"
+        )
+    from samir_vllm.backends.numpy_backend import NumpyBackend
+
+    return NumpyBackend(model, round_bf16=engine.dtype == "bfloat16", batch_invariant=engine.batch_invariant)

@@ -1,0 +1,241 @@
+"""The NumPy backend: the oracle of every kernel, and the engine where there is no GPU.
+
+Values live in FP32 arrays; at each point of the numerics contract they are rounded to BF16 (nearest
+even) and held in FP32 again, so BLAS can work on them. Told not to round, it is a plain FP32 forward
+pass. K and V lie in real pages behind real block tables. Knows no sequence and no scheduler.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from samir_vllm.backends import Backend, BatchArrays, rope_cos_sin
+from samir_vllm.config import NAN_TOKEN, PAGE_SIZE, ModelConfig
+
+KV_SPLIT = 256
+"""KV tokens that one partial softmax covers, at absolute positions: the split of the numerics contract."""
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class NumpyInputs:
+    """A step's arrays as the operations want them."""
+
+    token_ids: np.ndarray  # int32 [T]
+    cos: np.ndarray  # FP32 [T, 1, D / 2]
+    sin: np.ndarray  # FP32 [T, 1, D / 2]
+    page_ids: np.ndarray  # int32 [num_layers, T]: the page each token's K and V go to
+    offsets: np.ndarray  # int32 [T]: the place in that page
+    cu_seqlens_q: list[int]
+    seq_lens: list[int]
+    slots: list[int]
+    logit_rows: np.ndarray  # int32 [L]
+    num_decodes: int
+
+
+class NumpyBackend(Backend):
+    """Runs on any machine; see the module's opening."""
+
+    name = "numpy"
+
+    def __init__(
+        self, config: ModelConfig, *, round_bf16: bool = True, batch_invariant: bool = False
+    ) -> None:
+        """A backend without weights or pages yet.
+
+        Args:
+            config: the model.
+            round_bf16: round at the contract's points; False keeps everything in FP32 (pages too).
+            batch_invariant: multiply one row at a time. Slow, but a row's bits then don't depend on the
+                other rows (BLAS chooses its summation order by the number of rows).
+        """
+        super().__init__(config)
+        self._round_bf16 = round_bf16
+        self._batch_invariant = batch_invariant
+        self._kv_dtype = BF16 if round_bf16 else np.dtype(np.float32)
+        self.kv_itemsize = self._kv_dtype.itemsize
+        self._inv_freq = config.inv_freq()
+        self._eps = np.float32(config.rms_norm_eps)
+        self._scale = np.float32(config.head_dim**-0.5)
+
+    def _round(self, x: np.ndarray) -> np.ndarray:
+        return x.astype(BF16).astype(np.float32) if self._round_bf16 else x
+
+    def _matmul(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        """x [T, K] times weight [N, K] transposed, FP32 [T, N], not rounded."""
+        if self._batch_invariant and len(x) > 1:
+            out = np.empty((len(x), len(weight)), np.float32)
+            for row, y in zip(x, out, strict=True):
+                np.dot(weight, row, out=y)
+            return out
+        if len(x) == 1:  # the same GEMV as above: alone and row by row give the same bits
+            return np.dot(weight, x[0])[None]
+        return x @ weight.T
+
+    # Memory
+
+    def upload(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
+        rows = sum(len(t) for t in tensors)
+        out = np.empty((rows, *tensors[0].shape[1:]), np.float32)
+        start = 0
+        for tensor in tensors:
+            # BF16 is the upper half of an FP32: a shift converts it exactly, faster than a cast.
+            bits = out[start : start + len(tensor)].view(np.uint32)
+            np.left_shift(tensor.view(np.uint16), 16, out=bits, dtype=np.uint32)
+            start += len(tensor)
+        return out
+
+    def free_bytes(self) -> int:
+        try:
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (ValueError, OSError, AttributeError):  # not every system tells
+            return 2**30
+
+    def allocate_kv_cache(self, num_pages: int, max_num_seqs: int, max_pages_per_seq: int) -> None:
+        cfg = self.config
+        self.kv_cache = np.zeros((num_pages, 2, cfg.num_kv_heads, PAGE_SIZE, cfg.head_dim), self._kv_dtype)
+        self.block_tables = np.full((max_num_seqs, cfg.num_layers, max_pages_per_seq), -1, np.int32)
+
+    def set_block_table(self, slot: int, page_ids: np.ndarray) -> None:
+        self.block_tables[slot] = -1
+        self.block_tables[slot, :, : page_ids.shape[1]] = page_ids
+
+    def stage(self, batch: BatchArrays) -> NumpyInputs:
+        lens_q = np.diff(batch.cu_seqlens_q)
+        # Where a token lies in its sequence's KV; `positions` only turn the rotation (they may jump).
+        kv_index = np.arange(len(batch.token_ids), dtype=np.int32) + np.repeat(
+            batch.seq_lens - batch.cu_seqlens_q[1:], lens_q
+        )
+        owner = np.repeat(batch.slots, lens_q)
+        cos, sin = rope_cos_sin(self._inv_freq, batch.positions)
+        return NumpyInputs(
+            token_ids=batch.token_ids,
+            cos=cos[:, None, :],
+            sin=sin[:, None, :],
+            page_ids=self.block_tables[owner, :, kv_index // PAGE_SIZE].T,
+            offsets=kv_index % PAGE_SIZE,
+            cu_seqlens_q=batch.cu_seqlens_q.tolist(),
+            seq_lens=batch.seq_lens.tolist(),
+            slots=batch.slots.tolist(),
+            logit_rows=batch.logit_rows,
+            num_decodes=batch.num_decodes,
+        )
+
+    # Small operations
+
+    def embedding(self, table: np.ndarray, inputs: NumpyInputs) -> np.ndarray:
+        return table[inputs.token_ids]
+
+    def rmsnorm(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        mean_square = np.square(x).sum(axis=-1, keepdims=True) * np.float32(1 / x.shape[-1])
+        return self._round(x * (np.float32(1) / np.sqrt(mean_square + self._eps)) * weight)
+
+    def linear(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return self._round(self._matmul(x, weight))
+
+    def linear_add(self, x: np.ndarray, weight: np.ndarray, residual: np.ndarray) -> np.ndarray:
+        y = self._matmul(x, weight)
+        y += residual
+        return self._round(y)
+
+    def rope_kv_write(self, qkv: np.ndarray, layer_idx: int, inputs: NumpyInputs) -> np.ndarray:
+        cfg = self.config
+        heads = qkv.reshape(len(qkv), cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
+        qk = heads[:, : cfg.num_heads + cfg.num_kv_heads]  # [T, H + Hkv, D]
+        half = cfg.head_dim // 2
+        first, second = qk[..., :half], qk[..., half:]
+        rotated = np.empty_like(qk)
+        np.subtract(first * inputs.cos, second * inputs.sin, out=rotated[..., :half])
+        np.add(second * inputs.cos, first * inputs.sin, out=rotated[..., half:])
+        rotated = self._round(rotated)
+        pages = inputs.page_ids[layer_idx]
+        self.kv_cache[pages, 0, :, inputs.offsets] = rotated[:, cfg.num_heads :]
+        self.kv_cache[pages, 1, :, inputs.offsets] = heads[:, cfg.num_heads + cfg.num_kv_heads :]
+        return rotated[:, : cfg.num_heads]
+
+    def paged_attention_decode(self, q: np.ndarray, layer_idx: int, inputs: NumpyInputs) -> np.ndarray:
+        return self._paged_attention(q, layer_idx, inputs, range(inputs.num_decodes))
+
+    def paged_attention_prefill(self, q: np.ndarray, layer_idx: int, inputs: NumpyInputs) -> np.ndarray:
+        return self._paged_attention(q, layer_idx, inputs, range(inputs.num_decodes, len(inputs.seq_lens)))
+
+    def _paged_attention(
+        self, q: np.ndarray, layer_idx: int, inputs: NumpyInputs, sequences: range
+    ) -> np.ndarray:
+        out = np.empty_like(q)  # [rows, H, D]
+        first = inputs.cu_seqlens_q[sequences.start]
+        for i in sequences:
+            rows = slice(inputs.cu_seqlens_q[i] - first, inputs.cu_seqlens_q[i + 1] - first)
+            table = self.block_tables[inputs.slots[i], layer_idx]
+            out[rows] = self._attend(q[rows], table, inputs.seq_lens[i])
+        return self._round(out.reshape(len(q), -1))
+
+    def _attend(self, q: np.ndarray, table: np.ndarray, seq_len: int) -> np.ndarray:
+        """One sequence's queries q [n, H, D], its last n tokens, over its ``seq_len`` KV tokens."""
+        n, num_heads, head_dim = q.shape
+        kv_heads = self.config.num_kv_heads
+        # Query heads of one KV head lie together: [Hkv, n, G, D].
+        q = (q * self._scale).reshape(n, kv_heads, -1, head_dim).swapaxes(0, 1)
+        start = seq_len - n  # KV index of the first query
+        acc = np.zeros(q.shape, np.float32)
+        peak = np.full((*q.shape[:3], 1), -np.inf, np.float32)
+        total = np.zeros_like(peak)
+        for lo, k, v in self._kv_splits(table, seq_len):
+            seen = max(0, lo - start)  # queries before this split see none of it
+            m = k.shape[1]
+            scores = (q[:, seen:].reshape(kv_heads, -1, head_dim) @ k.swapaxes(1, 2)).reshape(
+                kv_heads, n - seen, -1, m
+            )
+            if lo + m - 1 > start + seen:
+                hidden = np.arange(lo, lo + m) > np.arange(start + seen, seq_len)[:, None]  # [n - seen, m]
+                np.copyto(scores, -np.inf, where=hidden[:, None, :])
+            new_peak = np.maximum(peak[:, seen:], scores.max(axis=-1, keepdims=True))
+            scores -= new_peak
+            np.exp(scores, out=scores)
+            fade = np.exp(peak[:, seen:] - new_peak)
+            peak[:, seen:] = new_peak
+            total[:, seen:] *= fade
+            total[:, seen:] += scores.sum(axis=-1, keepdims=True)
+            acc[:, seen:] *= fade
+            acc[:, seen:] += (scores.reshape(kv_heads, -1, m) @ v).reshape(kv_heads, n - seen, -1, head_dim)
+        return (acc / total).swapaxes(0, 1).reshape(n, num_heads, head_dim)
+
+    def _kv_splits(self, table: np.ndarray, seq_len: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """(first KV index, k, v) of each split; k and v FP32 [Hkv, m, D]. Never reads past ``seq_len``."""
+        for lo in range(0, seq_len, KV_SPLIT):
+            hi = min(lo + KV_SPLIT, seq_len)
+            pages = self.kv_cache[table[lo // PAGE_SIZE : -(-hi // PAGE_SIZE)]]  # [p, 2, Hkv, 16, D]
+            kv = pages.transpose(1, 2, 0, 3, 4).astype(np.float32, order="C")
+            kv = kv.reshape(2, self.config.num_kv_heads, -1, self.config.head_dim)[:, :, : hi - lo]
+            yield lo, kv[0], kv[1]
+
+    def silu_mul(self, gate_up: np.ndarray) -> np.ndarray:
+        half = gate_up.shape[1] // 2
+        gate, up = gate_up[:, :half], gate_up[:, half:]
+        # exp(-gate) overflows to inf for very negative gates, and gate / inf is the right answer, 0.
+        with np.errstate(over="ignore"):
+            return self._round(gate / (np.float32(1) + np.exp(-gate)) * up)
+
+    def take_rows(self, x: np.ndarray, inputs: NumpyInputs) -> np.ndarray:
+        return x[inputs.logit_rows]
+
+    def lm_head(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return self._matmul(x, weight)
+
+    def argmax(self, logits: np.ndarray) -> np.ndarray:
+        ids = np.argmax(logits, axis=-1).astype(np.int32)
+        # np.argmax returns the first NaN's index, so one look at the winner finds every bad row.
+        ids[np.isnan(logits[np.arange(len(ids)), ids])] = NAN_TOKEN
+        return ids
+
+    def concat_rows(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(parts)
+
+    def to_numpy(self, x: np.ndarray) -> np.ndarray:
+        return x if x.dtype == np.int32 else x.astype(np.float32)
