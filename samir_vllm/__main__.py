@@ -1,0 +1,187 @@
+"""The command line: ``python -m samir_vllm COMMAND``.
+
+Parses, dispatches and turns our errors into one line and exit status 2. Each command's work lies in its own
+module, imported when the command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from samir_vllm import __version__
+from samir_vllm.config import EngineConfig
+from samir_vllm.errors import SamirVllmError
+
+if TYPE_CHECKING:
+    from samir_vllm.engine import Engine
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line, without the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        command = self.prog.removesuffix(" COMMAND")
+        raise SamirVllmError(f"{message} (see `{command} --help`)")
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """The options that every command with an engine shares; defaults are those of ``EngineConfig``."""
+    default = EngineConfig()
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--model", metavar="DIR|NAME", help="model folder, or a name under models/ (else $SAMIR_VLLM_MODEL)"
+    )
+    group.add_argument(
+        "--device", default=default.device, help="auto, cpu, cuda or cuda:N (default: %(default)s)"
+    )
+    group.add_argument(
+        "--kv-cache-mib",
+        default=str(default.kv_cache_mib),
+        metavar="N|auto",
+        help="size of the KV page pool (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-num-seqs",
+        type=int,
+        default=default.max_num_seqs,
+        metavar="N",
+        help="running at once (%(default)s)",
+    )
+    group.add_argument(
+        "--max-batched-tokens",
+        type=int,
+        default=default.max_batched_tokens,
+        metavar="N",
+        help="prompt tokens prefilled in one step (%(default)s)",
+    )
+    group.add_argument("--max-model-len", type=int, metavar="N", help="context shorter than the model's")
+    group.add_argument(
+        "--batching", default=default.batching, help="continuous or static (default: %(default)s)"
+    )
+    group.add_argument(
+        "--dtype",
+        default=default.dtype,
+        help="bfloat16, or float32: no rounding, NumPy only (default: %(default)s)",
+    )
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, object]:
+    """Keyword options of ``Engine`` from parsed arguments."""
+    kv: object = args.kv_cache_mib
+    if args.kv_cache_mib != "auto":
+        try:
+            kv = int(args.kv_cache_mib)
+        except ValueError:
+            raise SamirVllmError(
+                f"--kv-cache-mib must be a whole number or auto, not {args.kv_cache_mib!r}"
+            ) from None
+    return {
+        "device": args.device,
+        "kv_cache_mib": kv,
+        "max_num_seqs": args.max_num_seqs,
+        "max_batched_tokens": args.max_batched_tokens,
+        "max_model_len": args.max_model_len,
+        "batching": args.batching,
+        "dtype": args.dtype,
+    }
+
+
+def _build_parser() -> Parser:
+    parser = Parser(prog="python -m samir_vllm", description="Llama 3.2 inference in Python and CUDA C++.")
+    parser.add_argument("--version", action="version", version=f"samir_vllm {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    gen = commands.add_parser(
+        "generate",
+        help="answer one prompt or several",
+        description="Answer one prompt (streamed) or several (together). A last whole number "
+        "is the count of new tokens at most. Without a prompt, standard input is the prompt.",
+    )
+    gen.add_argument("prompt", nargs="*", metavar="PROMPT", help="text; - reads standard input")
+    gen.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most (default: 128)")
+    gen.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="a prompt a line (.txt), or .jsonl with prompt or messages; - for stdin",
+    )
+    gen.add_argument("--system", metavar="TEXT", help="system message")
+    gen.add_argument(
+        "--raw", action="store_true", help="the prompt as it is, without the model's chat format"
+    )
+    gen.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
+    gen.add_argument("--json", action="store_true", help="a JSON line for each prompt, with its figures")
+    gen.add_argument("--ids", action="store_true", help="token ids instead of text")
+    gen.add_argument("--no-stream", action="store_true", help="print the answer when it is complete")
+    gen.add_argument("--trace", metavar="FILE", help="write the run's timeline as Chrome trace events")
+    gen.add_argument("--plot", metavar="FILE", help="draw pool occupancy and batch size (.png or .svg)")
+    gen.add_argument("--quiet", action="store_true", help="no figures, no progress")
+    add_engine_options(gen)
+
+    get = commands.add_parser("pull", help="fetch a model into models/")
+    get.add_argument("name", metavar="NAME", help="smollm2-135m-instruct, or ORG/NAME of the hub")
+    get.add_argument("--revision", help="branch, tag or commit, for ORG/NAME")
+    get.add_argument("--force", action="store_true", help="replace the folder if it is there")
+    return parser
+
+
+def _dispatch(args: argparse.Namespace) -> int:
+    if args.command == "pull":
+        from samir_vllm.hub import pull
+
+        path = pull(args.name, force=args.force, revision=args.revision)
+        print(path)
+        return 0
+    from samir_vllm.extras.generate import run
+
+    if args.trace is None and args.plot is None:
+        return run(args, engine_options(args))
+    return _run_with_timeline(args)
+
+
+def _run_with_timeline(args: argparse.Namespace) -> int:
+    from samir_vllm.extras.generate import run
+    from samir_vllm.extras.timeline import Timeline, load_pyplot
+
+    if args.plot is not None:
+        load_pyplot(Path(args.plot))  # a mistake must show before the run, not after it
+    timeline, engines = Timeline(), []
+
+    def attach(engine: Engine) -> None:
+        engine.on_step = timeline.add
+        engines.append(engine)
+
+    status = run(args, engine_options(args), on_load=attach)
+    num_pages = engines[0].pool.num_pages
+    if args.trace is not None:
+        timeline.write_trace(Path(args.trace), num_pages)
+    if args.plot is not None:
+        timeline.draw(Path(args.plot), num_pages, f"{args.batching} batching, {num_pages} KV pages")
+    return status
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    try:
+        return _dispatch(_build_parser().parse_args(argv))
+    except SamirVllmError as exc:
+        print(f"samir_vllm: {exc}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("samir_vllm: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) went away. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Fixtures shared by the tests: the demo model, and the GPU marker."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from samir_vllm.errors import ModelNotFoundError
+from samir_vllm.hub import DEMO_MODEL, resolve_model
+
+
+@pytest.fixture(scope="session")
+def demo_model_dir() -> Path:
+    """The demo model's folder; tests that need it skip where it was not pulled."""
+    try:
+        return resolve_model(DEMO_MODEL)
+    except ModelNotFoundError:
+        pytest.skip(f"the demo model is not there: python -m samir_vllm pull {DEMO_MODEL}")
+
+
+def _gpu_missing() -> str | None:
+    """Why no GPU can be used; None if one can."""
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed"
+    import cupy
+
+    try:
+        return None if cupy.cuda.runtime.getDeviceCount() else "no GPU"
+    except Exception as exc:  # no driver: CuPy's own error type comes from its C extension
+        return f"no usable GPU: {exc}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu_items and (reason := _gpu_missing()):
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason=reason))
