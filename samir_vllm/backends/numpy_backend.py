@@ -133,8 +133,10 @@ class NumpyBackend(Backend):
         return table[inputs.token_ids]
 
     def rmsnorm(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        mean_square = np.square(x).sum(axis=-1, keepdims=True) * np.float32(1 / x.shape[-1])
-        return self._round(x * (np.float32(1) / np.sqrt(mean_square + self._eps)) * weight)
+        mean_square = np.einsum("ij,ij->i", x, x) * np.float32(1 / x.shape[-1])
+        y = x * (np.float32(1) / np.sqrt(mean_square + self._eps))[:, None]
+        y *= weight
+        return self._round(y)
 
     def linear(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         return self._round(self._matmul(x, weight))
@@ -173,8 +175,38 @@ class NumpyBackend(Backend):
         for i in sequences:
             rows = slice(inputs.cu_seqlens_q[i] - first, inputs.cu_seqlens_q[i + 1] - first)
             table = self.block_tables[inputs.slots[i], layer_idx]
-            out[rows] = self._attend(q[rows], table, inputs.seq_lens[i])
+            seq_len = inputs.seq_lens[i]
+            n = rows.stop - rows.start
+            if n == 1 or self._batch_invariant:
+                for j in range(n):
+                    out[rows.start + j] = self._attend_one(q[rows.start + j], table, seq_len - n + j + 1)
+            else:
+                out[rows] = self._attend(q[rows], table, seq_len)
         return self._round(out.reshape(len(q), -1))
+
+    def _attend_one(self, q: np.ndarray, table: np.ndarray, seq_len: int) -> np.ndarray:
+        """One query q [H, D], the last of ``seq_len`` tokens; the heads of one KV head lie together."""
+        grouped = (q * self._scale).reshape(self.config.num_kv_heads, -1, q.shape[-1])  # [Hkv, G, D]
+        parts = [self._softmax_part(grouped, k, v) for _, k, v in self._kv_splits(table, seq_len)]
+        peak, total, acc = parts[0]
+        for part_peak, part_total, part_acc in parts[1:]:
+            new_peak = np.maximum(peak, part_peak)
+            fade, part_fade = np.exp(peak - new_peak), np.exp(part_peak - new_peak)
+            total = total * fade + part_total * part_fade
+            acc = acc * fade + part_acc * part_fade
+            peak = new_peak
+        return (acc / total).reshape(q.shape)
+
+    @staticmethod
+    def _softmax_part(
+        q: np.ndarray, k: np.ndarray, v: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Greatest score, sum of exp(score - greatest) [Hkv, G, 1] and their product with v [Hkv, G, D]."""
+        p = q @ k.swapaxes(1, 2)  # [Hkv, G, m]
+        peak = p.max(axis=-1, keepdims=True)
+        p -= peak
+        np.exp(p, out=p)
+        return peak, p.sum(axis=-1, keepdims=True), p @ v
 
     def _attend(self, q: np.ndarray, table: np.ndarray, seq_len: int) -> np.ndarray:
         """One sequence's queries q [n, H, D], its last n tokens, over its ``seq_len`` KV tokens."""
@@ -218,9 +250,12 @@ class NumpyBackend(Backend):
     def silu_mul(self, gate_up: np.ndarray) -> np.ndarray:
         half = gate_up.shape[1] // 2
         gate, up = gate_up[:, :half], gate_up[:, half:]
-        # exp(-gate) overflows to inf for very negative gates, and gate / inf is the right answer, 0.
-        with np.errstate(over="ignore"):
-            return self._round(gate / (np.float32(1) + np.exp(-gate)) * up)
+        # Below -88 SiLU is smaller than any BF16 that matters, and exp would overflow.
+        y = np.exp(np.minimum(-gate, np.float32(88)))
+        y += np.float32(1)
+        np.divide(gate, y, out=y)
+        y *= up
+        return self._round(y)
 
     def take_rows(self, x: np.ndarray, inputs: NumpyInputs) -> np.ndarray:
         return x[inputs.logit_rows]
