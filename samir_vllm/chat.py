@@ -61,14 +61,14 @@ class ChatFormat(Protocol):
         """
 
 
-def load_chat_format(model_dir: Path, tokenizer: ChatTokenizer) -> ChatFormat:
-    """The chat format of a model folder.
+def load_chat_format(model_dir: Path, tokenizer: ChatTokenizer) -> ChatFormat | None:
+    """The chat format of a model folder; None if the model has none (a base model: prompt it with raw text).
 
     A template is looked for in ``chat_template.jinja``, ``tokenizer_config.json`` and
     ``chat_template.json``. Without one, a tokenizer with Llama 3's header tokens gets the native format.
 
     Raises:
-        ChatError: the model has no chat format, or its template is damaged.
+        ChatError: the template, or the file that should hold it, is damaged.
     """
     model_dir = Path(model_dir)
     config = _load_json(model_dir / "tokenizer_config.json")
@@ -84,7 +84,7 @@ def load_chat_format(model_dir: Path, tokenizer: ChatTokenizer) -> ChatFormat:
         return TemplateChat(_template_source(found, path), path, tokenizer, _token_names(config, tokenizer))
     if all(name in tokenizer.special_tokens for name in LLAMA3_CONTROL):
         return Llama3Chat(tokenizer)
-    raise ChatError(f"{model_dir}: this model has no chat format; use --raw")
+    return None
 
 
 class Llama3Chat:

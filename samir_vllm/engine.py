@@ -215,7 +215,7 @@ class Engine:
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt, add_bos=self.tokenizer.adds_bos) if prompt else []
         else:
-            items = list(prompt)
+            items: list[Any] = list(prompt)
             if items and all(isinstance(m, Mapping) for m in items):
                 return self._encode_dialog(items)
             ids = items
@@ -385,11 +385,15 @@ class Engine:
                 outputs.append(self._finish(request))
                 continue
             token = seq.token_ids[-1]
-            text = request.decoder.push(token)
+            text = self._text_of(request, token)
             if text:
                 request.texts.append(text)
             outputs.append(StepOutput(seq.request_id, token, text, None))
         return outputs
+
+    def _text_of(self, request: _Request, token: int) -> str:
+        # A model's vocabulary may be padded beyond the tokenizer's: such an id has no text.
+        return request.decoder.push(token) if token < self.tokenizer.vocab_size else ""
 
     def _fail(self, step: ScheduledStep, exc: Exception) -> list[StepOutput]:
         """The step's requests end with an error and return their pages; those that wait go on."""
@@ -407,7 +411,7 @@ class Engine:
         got_token = seq.finish_reason in ("stop", "length")
         text = ""
         if seq.finish_reason == "length":
-            text = request.decoder.push(seq.token_ids[-1])
+            text = self._text_of(request, seq.token_ids[-1])
         text += request.decoder.flush()
         request.texts.append(text)
         del self._requests[seq.request_id]

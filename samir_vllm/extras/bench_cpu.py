@@ -1,0 +1,188 @@
+"""``bench cpu``: the NumPy backend beside this machine's limits, measured in the same run.
+
+Decoding at batch 1 must read every FP32 weight once a token, so its floor is those bytes over the best read
+bandwidth. Encoding is timed beside tiktoken where that is installed. Knows the engine by its public names,
+and the runner for the weights' sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from pydoc_data import topics
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from samir_vllm.engine import Engine
+from samir_vllm.llama import LlamaWeights
+from samir_vllm.sampling import SamplingParams
+from samir_vllm.tokenizer import GPT2_SPLIT, LLAMA3_SPLIT, Tokenizer, load_tokenizer
+
+RULER_BYTES = 512 * 2**20  # far beyond any cache of one core
+TEXT_BYTES = 2**20
+PROMPT_TOKENS = 32
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--model", metavar="DIR|NAME", help="as for generate")
+    parser.add_argument(
+        "--new", type=int, default=64, metavar="N", help="tokens decoded in a run (%(default)s)"
+    )
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=5,
+        metavar="N",
+        help="runs; the best counts, as for the limit (%(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; returns the exit status."""
+    started = time.perf_counter()
+    engine = Engine(args.model, device="cpu")
+    load_seconds = time.perf_counter() - started
+    weights: LlamaWeights = engine._runner.weights  # type: ignore[attr-defined]
+    width = engine.model_config.hidden_size
+    rulers = read_rulers(width)
+    per_token = [decode_seconds(engine, args.new) for _ in range(args.runs)]
+    # Ruler and measurement share the machine's mood: measure the rulers again and keep the best of both.
+    again = read_rulers(width)
+    rulers = {name: max(rate, again[name]) for name, rate in rulers.items()}
+    best = max(rulers.values())
+    seconds = min(per_token)
+    token_bytes = weight_bytes(weights)
+    report: dict[str, Any] = {
+        "model": str(engine.model_dir),
+        "load_seconds": load_seconds,
+        "weight_bytes": token_bytes,
+        "read_bandwidth": rulers,
+        "decode_seconds_per_token": seconds,
+        "decode_tokens_per_second": 1 / seconds,
+        "decode_share_of_limit": token_bytes / seconds / best,
+        "encode": encode_report(engine),
+    }
+    if args.json:
+        print(json.dumps(report))
+    else:
+        Console(highlight=False).print(_table(report))
+    return 0
+
+
+def best_rate(nbytes: int, read: Callable[[], object], repeats: int = 7) -> float:
+    """Bytes a second of the quickest of several runs."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        read()
+        times.append(time.perf_counter() - start)
+    return nbytes / min(times)
+
+
+def read_rulers(width: int) -> dict[str, float]:
+    """Read bandwidth, bytes/s, by several means: GEMVs of wide and model-wide rows, threads of max."""
+    data = np.ones(RULER_BYTES // 4, np.float32)
+    rulers = {}
+    for columns in sorted({8192, width}):
+        matrix = data[: len(data) // columns * columns].reshape(-1, columns)
+        vector = np.ones(columns, np.float32)
+        rulers[f"GEMV, rows of {columns}"] = best_rate(
+            matrix.nbytes, functools.partial(np.dot, matrix, vector)
+        )
+    with ThreadPoolExecutor() as pool:
+        parts = np.array_split(data, pool._max_workers)
+        rulers["max, all threads"] = best_rate(data.nbytes, lambda: list(pool.map(np.max, parts)))
+    return rulers
+
+
+def weight_bytes(weights: LlamaWeights) -> int:
+    """Bytes one token reads: every matrix and norm once; of the embeddings, as the head, all rows."""
+    layers = sum(getattr(layer, f.name).nbytes for layer in weights.layers for f in fields(layer))
+    return int(layers + weights.norm.nbytes + weights.lm_head.nbytes)
+
+
+def decode_seconds(engine: Engine, new_tokens: int) -> float:
+    """Mean seconds of a decode step at batch 1, prefill left out."""
+    ids = list(range(100, 100 + PROMPT_TOKENS))
+    result = engine.generate(ids, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
+    seconds = result.metrics.time_per_output_token
+    assert seconds is not None
+    return seconds
+
+
+def sample_text() -> str:
+    """A megabyte of English and code that every Python carries: the language reference's help topics."""
+    text = "\n".join(topics.topics[name] for name in sorted(topics.topics))
+    while len(text.encode()) < TEXT_BYTES:
+        text += text
+    return text.encode()[:TEXT_BYTES].decode(errors="ignore")
+
+
+def encode_report(engine: Engine) -> dict[str, Any]:
+    """Seconds to encode a megabyte, with a fresh cache, and tiktoken's on the same vocabulary."""
+    text = sample_text()
+    tokenizer = load_tokenizer(engine.model_dir)
+    seconds, tokens = _timed_encode(tokenizer.encode, text)
+    report: dict[str, Any] = {"seconds": seconds, "tokens": tokens}
+    peer = _tiktoken_peer(tokenizer)
+    if peer is not None:
+        peer_seconds, peer_tokens = _timed_encode(peer.encode_ordinary, text)
+        report |= {"tiktoken_seconds": peer_seconds, "tiktoken_tokens": peer_tokens}
+    return report
+
+
+def _timed_encode(encode: Callable[[str], list[int]], text: str) -> tuple[float, int]:
+    start = time.perf_counter()
+    ids = encode(text)
+    return time.perf_counter() - start, len(ids)
+
+
+def _tiktoken_peer(tokenizer: Tokenizer) -> Any:
+    """tiktoken over the same tokens; ids serve as ranks, which holds for Llama 3 and the demo model."""
+    try:
+        import tiktoken
+    except ImportError:
+        return None
+    ordinary = (i for i in range(tokenizer.vocab_size) if not tokenizer.is_special(i))
+    ranks = {tokenizer.id_to_bytes(i): rank for rank, i in enumerate(ordinary)}
+    llama3 = "<|start_header_id|>" in tokenizer.special_tokens
+    return tiktoken.Encoding(
+        "peer", pat_str=LLAMA3_SPLIT if llama3 else GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={}
+    )
+
+
+def _table(report: dict[str, Any]) -> Table:
+    table = Table(title=f"NumPy backend, {report['model']}")
+    table.add_column("what")
+    table.add_column("measured", justify="right")
+    table.add_column("limit or peer", justify="right")
+    table.add_column("ratio", justify="right")
+    table.add_row("load (tokenizer, weights to FP32)", f"{report['load_seconds']:.2f} s", "", "")
+    for name, rate in report["read_bandwidth"].items():
+        table.add_row(f"read bandwidth: {name}", f"{rate / 1e9:.1f} GB/s", "", "")
+    best = max(report["read_bandwidth"].values())
+    table.add_row(
+        f"decode, batch 1: {report['weight_bytes'] / 1e6:.0f} MB a token",
+        f"{report['decode_tokens_per_second']:.1f} tokens/s",
+        f"{best / report['weight_bytes']:.1f} tokens/s",
+        f"{report['decode_share_of_limit']:.0%}",
+    )
+    encode = report["encode"]
+    peer = encode.get("tiktoken_seconds")
+    table.add_row(
+        f"encode 1 MiB of text, {encode['tokens']:,} tokens",
+        f"{encode['seconds']:.2f} s",
+        "tiktoken missing" if peer is None else f"{peer:.2f} s ({encode['tiktoken_tokens']:,} tokens)",
+        "" if peer is None else f"{encode['seconds'] / peer:.1f}x",
+    )
+    return table
