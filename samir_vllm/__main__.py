@@ -112,6 +112,7 @@ def _build_parser() -> Parser:
         metavar="FILE",
         help="a prompt a line (.txt), or .jsonl with prompt or messages; - for stdin",
     )
+    gen.add_argument("--date", metavar="TEXT", help='today for the chat format, such as "26 Jul 2024"')
     gen.add_argument("--system", metavar="TEXT", help="system message")
     gen.add_argument(
         "--raw", action="store_true", help="the prompt as it is, without the model's chat format"

@@ -503,8 +503,9 @@ def _shortest(value: float) -> float:
 def _tokenizer(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Byte-level BPE in the ``tokenizer.json`` layout.
 
-    Words are split by GPT-2's rule over the whole text, then each decimal digit off on its own: splitting
-    digits first would hide from the rule that a word follows, and "a  2" would merge its two spaces.
+    The reference ids of this model (tests/golden) split words by GPT-2's rule over the whole text, then each
+    decimal digit off on its own. Splitting digits first would give other ids where white space or a fraction
+    stands before a digit ("a  2").
     """
     tokens: list[str] = meta["tokenizer.ggml.tokens"]
     types: list[int] = meta["tokenizer.ggml.token_type"]

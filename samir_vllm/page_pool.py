@@ -77,7 +77,9 @@ class PagePool:
         wrong = np.flatnonzero(places != 1)
         if len(wrong):
             page = int(wrong[0])
-            raise InvariantError(f"page {page} has {places[page]} places instead of 1 ({len(wrong)} such pages)")
+            raise InvariantError(
+                f"page {page} has {places[page]} places instead of 1 ({len(wrong)} such pages)"
+            )
         used = sum(len(pages) for pages in self._owned.values())
         if used + self.num_free != self.num_pages:
             raise InvariantError(f"{self.num_free} free + {used} used != {self.num_pages} pages")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -153,6 +153,10 @@ def _dialog(text: str, args: argparse.Namespace) -> Prompt:
     return [*system, {"role": "user", "content": text}]
 
 
+def _is_dialog(prompt: Prompt) -> TypeGuard[list[dict[str, Any]]]:
+    return not isinstance(prompt, str)  # the jobs hold text or dialogs, no ids
+
+
 def _stdin_is_terminal() -> bool:
     return sys.stdin is None or sys.stdin.closed or sys.stdin.isatty()
 
@@ -184,7 +188,10 @@ def _drive(
     for i, job in enumerate(jobs):
         try:
             params = SamplingParams(max_tokens=job.max_tokens, ignore_eos=args.ignore_eos)
-            answers.expect(i, engine.add_request(job.prompt, params))
+            prompt = job.prompt
+            if args.date is not None and engine.chat_format is not None and _is_dialog(prompt):
+                prompt = engine.chat_format.encode(prompt, date=args.date)
+            answers.expect(i, engine.add_request(prompt, params))
         except (RequestError, ChatError) as exc:
             answers.refuse(i, refused(str(exc)))
     columns = (

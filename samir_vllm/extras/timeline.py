@@ -80,22 +80,27 @@ class Timeline:
             OptionError: another ending, no matplotlib, or the file can't be written.
         """
         plt = load_pyplot(path)
-        zero = self.records[0].started if self.records else 0.0
-        times = [rec.ended - zero for rec in self.records]
+        records = self.records
+        # A value holds from its step's start to the next one's; a last point closes the picture.
+        times = [rec.started - records[0].started for rec in records]
+        times += [records[-1].ended - records[0].started] if records else []
+
+        def held(values: list[float]) -> list[float]:
+            return values + values[-1:]
+
         figure, (pool, batch) = plt.subplots(2, 1, sharex=True, figsize=(9, 5), layout="constrained")
-        pool.step(
-            times, [100 * rec.num_used_pages / num_pages for rec in self.records], where="post", color="C0"
-        )
+        pool.step(times, held([100 * rec.num_used_pages / num_pages for rec in records]), where="post")
         pool.set(ylabel="KV pages reserved (%)", ylim=(0, 105), title=title)
-        decodes = [len(rec.decodes) for rec in self.records]
-        prefills = [len(rec.prefills) for rec in self.records]
+        decodes = held([len(rec.decodes) for rec in records])
+        prefills = held([len(rec.prefills) for rec in records])
         batch.stackplot(
             times, decodes, prefills, labels=["decode", "prefill"], step="post", colors=["C2", "C1"]
         )
         batch.step(
-            times, [rec.num_waiting for rec in self.records], where="post", color="0.4", label="waiting"
+            times, held([rec.num_waiting for rec in records]), where="post", color="0.4", label="waiting"
         )
         batch.set(xlabel="seconds", ylabel="requests")
+        batch.yaxis.get_major_locator().set_params(integer=True)
         batch.legend(loc="upper right")
         for axes in (pool, batch):
             axes.grid(alpha=0.3)
