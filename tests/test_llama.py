@@ -6,6 +6,7 @@ The golden logits and hidden states are FP32 on the BF16 weights; a float64 forw
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from harness import TINY, Chunk, Model, fresh_pages, make_model, run
@@ -191,3 +192,15 @@ def test_page_is_sixteen_tokens_of_k_and_v_in_bf16(rounded: Model) -> None:
 def test_argmax_lowest_id_wins_and_nan_is_no_token(rounded: Model) -> None:
     logits = np.array([[1, 3, 3, 0], [np.nan, 9, 9, 9], [0, 0, 0, np.nan], [-np.inf] * 4], np.float32)
     assert rounded.backend.argmax(logits).tolist() == [1, -1, -1, 0]
+
+
+def test_every_point_of_the_contract_is_rounded(rounded: Model, golden: dict[str, np.ndarray]) -> None:
+    """Each buffer between operations holds BF16 values, and only the logits more."""
+    seen: dict[str, np.ndarray] = {}
+    run(rounded, [Chunk(0, golden["page_17_ids"])], observe=lambda n, i, x: seen.__setitem__(n, x.copy()))
+    seen["norm"] = rounded.backend.rmsnorm(seen["mlp_residual"], rounded.weights.norm)
+    seen["gate_up"] = rounded.backend.linear(seen["norm"], rounded.weights.layers[0].gate_up_proj)
+    exact = {
+        name for name, x in seen.items() if np.array_equal(x, x.astype(ml_dtypes.bfloat16), equal_nan=True)
+    }
+    assert seen.keys() - exact == {"logits"}
