@@ -7,11 +7,13 @@ module, imported when the command runs.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from samir_vllm import __version__
 from samir_vllm.config import EngineConfig
@@ -94,61 +96,68 @@ def engine_options(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def _build_parser() -> Parser:
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command whose work lies in a module with ``add_arguments(parser)`` and ``run(args) -> status``."""
+
+    module: str
+    help: str
+    description: str = ""
+
+
+COMMANDS = {
+    "generate": Command(
+        "samir_vllm.extras.generate",
+        "answer one prompt or several",
+        "Answer one prompt (streamed) or several (together). A last whole number is the count of new tokens "
+        "at most. Without a prompt, standard input is the prompt.",
+    ),
+    "pull": Command("samir_vllm.hub", "fetch a model into models/"),
+    "tokenize": Command("samir_vllm.extras.tokenize", "show the tokens of a text or a dialog, or decode ids"),
+    "doctor": Command(
+        "samir_vllm.extras.doctor", "what the engine sees on this machine, and what is missing"
+    ),
+}
+BENCHES = {
+    "cpu": Command("samir_vllm.extras.bench_cpu", "the NumPy backend beside this machine's limits"),
+    "scheduler": Command("samir_vllm.extras.bench_scheduler", "microseconds a step, on a fake model"),
+}
+
+
+def _build_parser(argv: Sequence[str]) -> Parser:
+    """Every command by name; only the one that ``argv`` asks for is imported for its arguments."""
     parser = Parser(prog="python -m samir_vllm", description="Llama 3.2 inference in Python and CUDA C++.")
     parser.add_argument("--version", action="version", version=f"samir_vllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    gen = commands.add_parser(
-        "generate",
-        help="answer one prompt or several",
-        description="Answer one prompt (streamed) or several (together). A last whole number "
-        "is the count of new tokens at most. Without a prompt, standard input is the prompt.",
-    )
-    gen.add_argument("prompt", nargs="*", metavar="PROMPT", help="text; - reads standard input")
-    gen.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most (default: 128)")
-    gen.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help="a prompt a line (.txt), or .jsonl with prompt or messages; - for stdin",
-    )
-    gen.add_argument("--date", metavar="TEXT", help='today for the chat format, such as "26 Jul 2024"')
-    gen.add_argument("--system", metavar="TEXT", help="system message")
-    gen.add_argument(
-        "--raw", action="store_true", help="the prompt as it is, without the model's chat format"
-    )
-    gen.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
-    gen.add_argument("--json", action="store_true", help="a JSON line for each prompt, with its figures")
-    gen.add_argument("--ids", action="store_true", help="token ids instead of text")
-    gen.add_argument("--no-stream", action="store_true", help="print the answer when it is complete")
-    gen.add_argument("--trace", metavar="FILE", help="write the run's timeline as Chrome trace events")
-    gen.add_argument("--plot", metavar="FILE", help="draw pool occupancy and batch size (.png or .svg)")
-    gen.add_argument("--quiet", action="store_true", help="no figures, no progress")
-    add_engine_options(gen)
-
-    get = commands.add_parser("pull", help="fetch a model into models/")
-    get.add_argument("name", metavar="NAME", help="smollm2-135m-instruct, or ORG/NAME of the hub")
-    get.add_argument("--revision", help="branch, tag or commit, for ORG/NAME")
-    get.add_argument("--force", action="store_true", help="replace the folder if it is there")
+    _add_commands(commands, COMMANDS, argv[:1])
+    bench = commands.add_parser("bench", help="measure, beside a limit or a peer of the same run")
+    benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    _add_commands(benches, BENCHES, argv[1:2])
     return parser
 
 
+def _add_commands(parsers: Any, commands: Mapping[str, Command], wanted: Sequence[str]) -> None:
+    for name, command in commands.items():
+        parser = parsers.add_parser(name, help=command.help, description=command.description or command.help)
+        if name not in wanted:
+            continue
+        module = importlib.import_module(command.module)
+        module.add_arguments(parser)
+        if name == "generate":
+            add_engine_options(parser)
+        parser.set_defaults(run=module.run)
+
+
 def _dispatch(args: argparse.Namespace) -> int:
-    if args.command == "pull":
-        from samir_vllm.hub import pull
-
-        path = pull(args.name, force=args.force, revision=args.revision)
-        print(path)
-        return 0
-    from samir_vllm.extras.generate import run
-
+    if args.command != "generate":
+        status: int = args.run(args)
+        return status
     if args.trace is None and args.plot is None:
-        return run(args, engine_options(args))
+        return int(args.run(args, engine_options(args)))
     return _run_with_timeline(args)
 
 
 def _run_with_timeline(args: argparse.Namespace) -> int:
-    from samir_vllm.extras.generate import run
     from samir_vllm.extras.timeline import Timeline, load_pyplot
 
     if args.plot is not None:
@@ -159,7 +168,7 @@ def _run_with_timeline(args: argparse.Namespace) -> int:
         engine.on_step = timeline.add
         engines.append(engine)
 
-    status = run(args, engine_options(args), on_load=attach)
+    status: int = args.run(args, engine_options(args), on_load=attach)
     num_pages = engines[0].pool.num_pages
     if args.trace is not None:
         timeline.write_trace(Path(args.trace), num_pages)
@@ -171,7 +180,8 @@ def _run_with_timeline(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     try:
-        return _dispatch(_build_parser().parse_args(argv))
+        words = sys.argv[1:] if argv is None else argv
+        return _dispatch(_build_parser(words).parse_args(words))
     except SamirVllmError as exc:
         print(f"samir_vllm: {exc}", file=sys.stderr)
         return EXIT_USER_ERROR

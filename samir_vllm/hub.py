@@ -11,6 +11,7 @@ pull that needs them.
 
 from __future__ import annotations
 
+import argparse
 import errno
 import hashlib
 import json
@@ -201,6 +202,19 @@ def _why_unfit(path: Path) -> str:
 
 
 # --------------------------------------------------------------------------------------------------- pull
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command ``pull``."""
+    parser.add_argument("name", metavar="NAME", help=f"{DEMO_MODEL} (the demo model), or ORG/NAME of the hub")
+    parser.add_argument("--revision", help="branch, tag or commit, for ORG/NAME")
+    parser.add_argument("--force", action="store_true", help="replace the folder if it is there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command ``pull``: fetches the model and prints its folder."""
+    print(pull(args.name, force=args.force, revision=args.revision))
+    return 0
 
 
 def pull(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=5,
         metavar="N",
-        help="runs; the best counts, as for the limit (%(default)s)",
+        help="runs of limit and decode; the median counts (%(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
 
@@ -53,15 +54,15 @@ def run(args: argparse.Namespace) -> int:
     engine = Engine(args.model, device="cpu")
     load_seconds = time.perf_counter() - started
     weights: LlamaWeights = engine._runner.weights  # type: ignore[attr-defined]
-    width = engine.model_config.hidden_size
-    rulers = read_rulers(width)
-    per_token = [decode_seconds(engine, args.new) for _ in range(args.runs)]
-    # Ruler and measurement share the machine's mood: measure the rulers again and keep the best of both.
-    again = read_rulers(width)
-    rulers = {name: max(rate, again[name]) for name, rate in rulers.items()}
-    best = max(rulers.values())
-    seconds = min(per_token)
     token_bytes = weight_bytes(weights)
+    # Limit and measurement alternate, so that both meet the same neighbours on a shared machine.
+    pairs = []
+    for _ in range(args.runs):
+        rulers = read_rulers(engine.model_config.hidden_size)
+        pairs.append((rulers, decode_seconds(engine, args.new)))
+    rulers = {name: statistics.median(r[name] for r, _ in pairs) for name in pairs[0][0]}
+    shares = [token_bytes / seconds / max(r.values()) for r, seconds in pairs]
+    seconds = statistics.median(seconds for _, seconds in pairs)
     report: dict[str, Any] = {
         "model": str(engine.model_dir),
         "load_seconds": load_seconds,
@@ -69,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
         "read_bandwidth": rulers,
         "decode_seconds_per_token": seconds,
         "decode_tokens_per_second": 1 / seconds,
-        "decode_share_of_limit": token_bytes / seconds / best,
+        "decode_share_of_limit": statistics.median(shares),
+        "decode_shares": shares,
         "encode": encode_report(engine),
     }
     if args.json:
@@ -79,14 +81,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def best_rate(nbytes: int, read: Callable[[], object], repeats: int = 7) -> float:
-    """Bytes a second of the quickest of several runs."""
+def median_rate(nbytes: int, read: Callable[[], object], repeats: int = 9) -> float:
+    """Bytes a second of the median of several runs."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         read()
         times.append(time.perf_counter() - start)
-    return nbytes / min(times)
+    return nbytes / statistics.median(times)
 
 
 def read_rulers(width: int) -> dict[str, float]:
@@ -96,12 +98,12 @@ def read_rulers(width: int) -> dict[str, float]:
     for columns in sorted({8192, width}):
         matrix = data[: len(data) // columns * columns].reshape(-1, columns)
         vector = np.ones(columns, np.float32)
-        rulers[f"GEMV, rows of {columns}"] = best_rate(
+        rulers[f"GEMV, rows of {columns}"] = median_rate(
             matrix.nbytes, functools.partial(np.dot, matrix, vector)
         )
     with ThreadPoolExecutor() as pool:
         parts = np.array_split(data, pool._max_workers)
-        rulers["max, all threads"] = best_rate(data.nbytes, lambda: list(pool.map(np.max, parts)))
+        rulers["max, all threads"] = median_rate(data.nbytes, lambda: list(pool.map(np.max, parts)))
     return rulers
 
 
@@ -112,12 +114,14 @@ def weight_bytes(weights: LlamaWeights) -> int:
 
 
 def decode_seconds(engine: Engine, new_tokens: int) -> float:
-    """Mean seconds of a decode step at batch 1, prefill left out."""
-    ids = list(range(100, 100 + PROMPT_TOKENS))
-    result = engine.generate(ids, SamplingParams(max_tokens=new_tokens, ignore_eos=True))
-    seconds = result.metrics.time_per_output_token
-    assert seconds is not None
-    return seconds
+    """Median seconds of a decode step at batch 1."""
+    steps: list[float] = []
+    engine.on_step = lambda rec: steps.append(rec.ended - rec.started) if rec.decodes else None
+    engine.generate(
+        list(range(100, 100 + PROMPT_TOKENS)), SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    )
+    engine.on_step = None
+    return statistics.median(steps)
 
 
 def sample_text() -> str:

@@ -36,6 +36,29 @@ class Job:
     max_tokens: int
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command, those of the engine apart."""
+    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="text; - reads standard input")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most (default: 128)")
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="a prompt a line (.txt), or .jsonl with prompt or messages; - for stdin",
+    )
+    parser.add_argument("--date", metavar="TEXT", help='today for the chat format, such as "26 Jul 2024"')
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument(
+        "--raw", action="store_true", help="the prompt as it is, without the model's chat format"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
+    parser.add_argument("--json", action="store_true", help="a JSON line for each prompt, with its figures")
+    parser.add_argument("--ids", action="store_true", help="token ids instead of text")
+    parser.add_argument("--no-stream", action="store_true", help="print the answer when it is complete")
+    parser.add_argument("--trace", metavar="FILE", help="write the run's timeline as Chrome trace events")
+    parser.add_argument("--plot", metavar="FILE", help="draw pool occupancy and batch size (.png or .svg)")
+    parser.add_argument("--quiet", action="store_true", help="no figures, no progress")
+
+
 def run(
     args: argparse.Namespace,
     options: dict[str, object],
