@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,19 @@ def demo_model_dir() -> Path:
         return resolve_model(DEMO_MODEL)
     except ModelNotFoundError:
         pytest.skip(f"the demo model is not there: python -m samir_vllm pull {DEMO_MODEL}")
+
+
+@pytest.fixture(scope="session")
+def llama3_rank_path() -> Path:
+    """Llama 3's ``tokenizer.model``, as the package llama-models carries it."""
+    # Not imported: the package would run far more than we need, and brings a top-level "models".
+    spec = importlib.util.find_spec("llama_models")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the package llama-models, which carries Llama 3's rank file, isn't installed")
+    path = Path(spec.submodule_search_locations[0]) / "llama3" / "tokenizer.model"
+    golden = json.loads((Path(__file__).parent / "golden" / "llama3_tokenizer.json").read_text())
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == golden["meta"]["tokenizer_model_sha256"]
+    return path
 
 
 def _gpu_missing() -> str | None:

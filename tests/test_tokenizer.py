@@ -49,23 +49,13 @@ def by_name(cases: list[dict[str, Any]]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def rank_path() -> Path:
-    spec = importlib.util.find_spec("llama_models")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the package llama-models, which carries Llama 3's rank file, isn't installed")
-    path = Path(spec.submodule_search_locations[0]) / "llama3" / "tokenizer.model"
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == GOLDEN["meta"]["tokenizer_model_sha256"]
-    return path
+def from_ranks(llama3_rank_path: Path) -> Tokenizer:
+    return Tokenizer.from_ranks(llama3_rank_path)
 
 
 @pytest.fixture(scope="module")
-def from_ranks(rank_path: Path) -> Tokenizer:
-    return Tokenizer.from_ranks(rank_path)
-
-
-@pytest.fixture(scope="module")
-def ranks(rank_path: Path) -> dict[bytes, int]:
-    lines = (line.split() for line in rank_path.read_bytes().splitlines())
+def ranks(llama3_rank_path: Path) -> dict[bytes, int]:
+    lines = (line.split() for line in llama3_rank_path.read_bytes().splitlines())
     return {base64.b64decode(token): int(rank) for token, rank in lines}
 
 
@@ -544,9 +534,9 @@ def test_damaged_rank_file(tmp_path: Path, damage: Any, expected: str) -> None:
     refusal(error, path)
 
 
-def test_llama3_rank_file_cut_at_a_line_end(rank_path: Path, tmp_path: Path) -> None:
+def test_llama3_rank_file_cut_at_a_line_end(llama3_rank_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
-    path.write_bytes(b"".join(rank_path.read_bytes().splitlines(keepends=True)[:100_000]))
+    path.write_bytes(b"".join(llama3_rank_path.read_bytes().splitlines(keepends=True)[:100_000]))
     with pytest.raises(TokenizerError, match="holds 100000 ranks, should hold 128000") as error:
         load_tokenizer(tmp_path)
     refusal(error, path)
