@@ -1,0 +1,360 @@
+"""What CUDA finds on this machine: CuPy, driver, run-time compiler, headers, cuBLAS and GPUs.
+
+Every probe works where its own part is there, whatever else is missing: the compiler needs no GPU, the
+driver no CuPy. What can't be used raises `Unavailable`, which names the cause and the remedy. Knows nothing
+of models or kernels, keeps no state, and imports CuPy only inside the functions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import warnings
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from samir_vllm.errors import DeviceError
+
+MIN_COMPUTE_CAPABILITY = (8, 0)  # BF16 tensor cores and cp.async came with Ampere
+MIN_CUDA_MAJOR = 12
+CUDA_ERROR_NO_DEVICE = 100  # cudaErrorNoDevice of driver_types.h; CuPy has no name for it
+CPU_REMEDY = "or run with --device cpu"
+TEST_KERNEL = """#include <cuda_bf16.h>
+extern "C" __global__ void twice(__nv_bfloat16* x) {
+    x[threadIdx.x] = __float2bfloat16(2.0f * __bfloat162float(x[threadIdx.x]));
+}
+"""
+
+
+class Unavailable(DeviceError):
+    """A part of CUDA that can't be used; the message is ``cause; remedy``."""
+
+    def __init__(self, cause: str, remedy: str) -> None:
+        super().__init__(cause, remedy)
+        self.cause, self.remedy = cause, remedy
+
+    def __str__(self) -> str:
+        return f"{self.cause}; {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class CupyInstall:
+    """The CuPy in use."""
+
+    distribution: str
+    version: str
+    cuda_major: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One visible GPU; ``free_bytes`` is None where the GPU wouldn't tell (no context could be made)."""
+
+    index: int
+    name: str
+    compute_capability: tuple[int, int]
+    num_sms: int
+    free_bytes: int | None
+    total_bytes: int
+
+    @property
+    def supported(self) -> bool:
+        """Whether our kernels run on it."""
+        return self.compute_capability >= MIN_COMPUTE_CAPABILITY
+
+
+# CuPy
+
+
+def cupy_distributions() -> dict[str, str]:
+    """Name to version of every installed distribution that brings the module ``cupy``."""
+    found = {}
+    for dist in metadata.distributions():
+        name = re.sub(r"[-_.]+", "-", dist.metadata["Name"] or "").lower()  # PEP 503
+        if re.fullmatch(r"cupy(-cuda\d+x?|-rocm-[\d-]+)?", name):
+            found[name] = dist.version
+    return found
+
+
+def cuda_major() -> int | None:
+    """CUDA's major version by the name of CuPy's distribution; None if that says nothing (or two things)."""
+    majors = {int(m[1]) for name in cupy_distributions() if (m := re.fullmatch(r"cupy-cuda(\d+)x", name))}
+    return majors.pop() if len(majors) == 1 else None
+
+
+def cupy_install() -> CupyInstall:
+    """The CuPy that ``import cupy`` gives, and the CUDA it was built for.
+
+    Raises:
+        Unavailable: none, several at once (their files overwrite each other), broken, or for another CUDA.
+    """
+    found = cupy_distributions()
+    if len(found) > 1:
+        names = " ".join(sorted(found))
+        raise Unavailable(
+            f"several CuPys are installed over each other: {names.replace(' ', ', ')}",
+            f"pip uninstall -y {names}, then pip install cupy-cuda12x",
+        )
+    cupy = _import_cupy()
+    name, version = next(iter(found.items()), ("cupy", cupy.__version__))
+    try:
+        major = cupy.cuda.runtime.runtimeGetVersion() // 1000
+    except Exception as exc:
+        raise Unavailable(
+            f"{name} {version} has no CUDA runtime: {one_line(exc)}", _reinstall(name)
+        ) from None
+    if cupy.cuda.runtime.is_hip or major < MIN_CUDA_MAJOR:
+        built_for = "ROCm" if cupy.cuda.runtime.is_hip else f"CUDA {major}"
+        raise Unavailable(
+            f"{name} {version} is built for {built_for}, not CUDA {MIN_CUDA_MAJOR} or later",
+            f"pip uninstall -y {name}, then pip install cupy-cuda12x",
+        )
+    return CupyInstall(name, version, major)
+
+
+def _import_cupy() -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CuPy warns of a toolkit it didn't find; we look ourselves
+            import cupy
+    except Exception as exc:
+        name = next(iter(cupy_distributions()), None)
+        if name is None and isinstance(exc, ModuleNotFoundError) and exc.name == "cupy":
+            raise Unavailable("CuPy isn't installed", f"pip install cupy-cuda12x, {CPU_REMEDY}") from None
+        raise Unavailable(
+            f"CuPy can't be imported: {one_line(exc)}", _reinstall(name or "cupy-cuda12x")
+        ) from None
+    return cupy
+
+
+def _reinstall(name: str) -> str:
+    return f"pip install --force-reinstall {name}"
+
+
+# Driver
+
+
+def driver_version() -> tuple[int, int]:
+    """The newest CUDA, (major, minor), that the NVIDIA driver serves. Needs neither CuPy nor a GPU.
+
+    Raises:
+        Unavailable: no driver, or only the stub library of a toolkit.
+    """
+    remedy = f"install an NVIDIA driver (in a container: start it with GPUs), {CPU_REMEDY}"
+    try:
+        libcuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as exc:
+        raise Unavailable(f"no NVIDIA driver: {one_line(exc)}", remedy) from None
+    version = ctypes.c_int()
+    status = libcuda.cuDriverGetVersion(ctypes.byref(version))
+    if status != 0 or version.value == 0:
+        raise Unavailable(f"libcuda.so.1 has no driver behind it (status {status})", remedy)
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def check_driver(driver: tuple[int, int], major: int) -> None:
+    """Raises Unavailable if the driver is older than CUDA ``major``.
+
+    Within a major version any driver will do: we load machine code, which CUDA's minor-version
+    compatibility covers (CUDA Compatibility guide).
+    """
+    if driver[0] < major:
+        other = f", or pip install cupy-cuda{driver[0]}x" if driver[0] >= MIN_CUDA_MAJOR else ""
+        raise Unavailable(
+            f"the driver is too old: it serves CUDA {driver[0]}.{driver[1]}, CuPy needs {major}.0",
+            f"update the NVIDIA driver{other}, {CPU_REMEDY}",
+        )
+
+
+# Compiler and headers
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """(major, minor) of the run-time compiler that CuPy loads.
+
+    Raises:
+        Unavailable: no CuPy, or no library.
+    """
+    return _nvrtc().getVersion()
+
+
+def _nvrtc() -> Any:
+    _import_cupy()
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()  # the library loads with the first call
+    except Exception as exc:
+        raise Unavailable(
+            f"NVRTC can't be loaded: {one_line(exc)}", _install("nvidia-cuda-nvrtc-cu12")
+        ) from None
+    return nvrtc
+
+
+def find_cuda_headers() -> Path | None:
+    """The folder of ``cuda_bf16.h`` whose CUDA has CuPy's major version, or None.
+
+    NVIDIA's wheels come first, because CuPy takes NVRTC from them first; then ``CUDA_PATH``, ``CUDA_HOME``,
+    the conda environment and ``/usr/local/cuda``. A folder of another major version is passed over: headers
+    are made for their own compiler and runtime.
+    """
+    major = cuda_major()
+    for folder in _header_candidates():
+        if (folder / "cuda_bf16.h").is_file() and major in (None, _header_major(folder)):
+            return folder
+    return None
+
+
+def require_cuda_headers() -> Path:
+    """As `find_cuda_headers`. Raises Unavailable where it finds none."""
+    if (folder := find_cuda_headers()) is None:
+        wanted = f" of CUDA {major}" if (major := cuda_major()) else ""
+        raise Unavailable(f"no CUDA headers{wanted} (cuda_bf16.h)", _install("nvidia-cuda-runtime-cu12"))
+    return folder
+
+
+def _header_candidates() -> list[Path]:
+    spec = importlib.util.find_spec("nvidia")  # a namespace: one folder for each place of packages
+    wheels = [Path(place) for place in (spec.submodule_search_locations or [] if spec else [])]
+    folders = [place / name / "include" for place in wheels for name in ("cuda_runtime", "cu12", "cu13")]
+    for variable in ("CUDA_PATH", "CUDA_HOME"):
+        if root := os.environ.get(variable):
+            folders.append(Path(root) / "include")
+    if root := os.environ.get("CONDA_PREFIX"):
+        folders += sorted(Path(root).glob("targets/*-linux/include"))
+    return [*folders, Path("/usr/local/cuda/include")]
+
+
+def _header_major(folder: Path) -> int | None:
+    try:
+        text = (folder / "cuda_runtime_api.h").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
+    return int(found[1]) // 1000 if found else None
+
+
+def _install(cu12_wheel: str) -> str:
+    """The remedy for a missing wheel; CUDA 13 renamed them, and CuPy's extra names the right set."""
+    if (major := cuda_major()) and major > 12:
+        return f'pip install "cupy-cuda{major}x[ctk]"'
+    return f"pip install {cu12_wheel}"
+
+
+def compile_test_kernel(arch: str = "sm_90") -> int:
+    """Compiles a BF16 kernel for ``arch`` without a GPU -> bytes of the machine code.
+
+    Raises:
+        Unavailable: no compiler, no headers, or the two don't fit each other.
+    """
+    nvrtc, headers = _nvrtc(), require_cuda_headers()
+    program = nvrtc.createProgram(TEST_KERNEL, "twice.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (f"-arch={arch}", "-std=c++17", f"-I{headers}"))
+        return len(nvrtc.getCUBIN(program))
+    except Exception as exc:
+        log = one_line(nvrtc.getProgramLog(program)) or one_line(exc)
+        raise Unavailable(
+            f"NVRTC fails on a test kernel with the headers in {headers}: {log}",
+            f"{_install('nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12')} (they must match)",
+        ) from None
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+# cuBLAS
+
+
+def cublas_version() -> tuple[int, int, int]:
+    """(major, minor, patch) of the cuBLAS that CuPy loads; needs no GPU.
+
+    Raises:
+        Unavailable: no CuPy, or no library.
+    """
+    _import_cupy()
+    try:
+        from cupy_backends.cuda.libs import cublas  # noqa: F401  (importing it loads the library)
+
+        # CuPy's getVersion wants a handle, and a handle a GPU; the library's own property wants neither.
+        library = _loaded_library("libcublas.so")
+        number = ctypes.c_int()
+        parts = []
+        for part in range(3):  # MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL of library_types.h
+            library.cublasGetProperty(part, ctypes.byref(number))
+            parts.append(number.value)
+    except Exception as exc:
+        raise Unavailable(
+            f"cuBLAS can't be loaded: {one_line(exc)}", _install("nvidia-cublas-cu12")
+        ) from None
+    return parts[0], parts[1], parts[2]
+
+
+def _loaded_library(name: str) -> ctypes.CDLL:
+    """The copy that is in this process already, and never a second one of another version."""
+    for major in (12, 13):
+        try:
+            return ctypes.CDLL(f"{name}.{major}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        except OSError:
+            continue
+    raise OSError(f"CuPy didn't load {name}")
+
+
+# GPUs
+
+
+def gpus() -> list[Gpu]:
+    """Every GPU that CUDA shows (see ``CUDA_VISIBLE_DEVICES``), old ones too; [] if it shows none.
+
+    Asking for free memory makes a context on each.
+
+    Raises:
+        Unavailable: no CuPy, or no driver that it can talk to.
+    """
+    driver_version()  # CUDA's own message is the same for no driver and an old one
+    cupy = _import_cupy()
+    try:
+        return [_gpu(cupy, index) for index in range(cupy.cuda.runtime.getDeviceCount())]
+    except cupy.cuda.runtime.CUDARuntimeError as exc:
+        if exc.status == CUDA_ERROR_NO_DEVICE:
+            return []
+        raise Unavailable(
+            f"CUDA can't list the GPUs: {one_line(exc)}", f"check the NVIDIA driver, {CPU_REMEDY}"
+        ) from None
+
+
+def _gpu(cupy: Any, index: int) -> Gpu:
+    properties = cupy.cuda.runtime.getDeviceProperties(index)
+    try:
+        with cupy.cuda.Device(index):
+            free_bytes, _ = cupy.cuda.runtime.memGetInfo()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        free_bytes = None
+    return Gpu(
+        index=index,
+        name=properties["name"].decode(errors="replace"),
+        compute_capability=(properties["major"], properties["minor"]),
+        num_sms=properties["multiProcessorCount"],
+        free_bytes=free_bytes,
+        total_bytes=properties["totalGlobalMem"],
+    )
+
+
+# Sources and messages
+
+
+def find_cuda_src() -> Path | None:
+    """The folder of kernel sources: inside the package (wheel), or beside it (checkout); None if neither."""
+    package = Path(__file__).resolve().parent.parent
+    return next((p for p in (package / "cuda_src", package.parent / "cuda_src") if p.is_dir()), None)
+
+
+def one_line(message: object, limit: int = 240) -> str:
+    """A foreign message, often of several lines, as one short line (an exception without one: its type)."""
+    line = " ".join(str(message).split())
+    if not line and isinstance(message, BaseException):
+        line = type(message).__name__
+    return line if len(line) <= limit else line[: limit - 3] + "..."
