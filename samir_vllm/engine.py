@@ -192,7 +192,8 @@ class Engine:
         self._runner = runner
         self._requests: dict[str, _Request] = {}
         self._ids = itertools.count()
-        self._held: list[StepOutput] = []  # seen by `generate` or `stream`, but of others' requests
+        self._held: list[StepOutput] = []  # for the next `step`
+        self._outboxes: dict[str, list[StepOutput]] = {}  # of requests that `generate` or a stream waits for
         self.on_step: Callable[[StepRecord], None] | None = None
         self._ended: list[tuple[str, FinishReason]] = []  # for on_step
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -287,7 +288,11 @@ class Engine:
         if request is None:
             return None
         self.scheduler.abort(request.seq)
-        return self._finish(request).result
+        out = self._finish(request)
+        outbox = self._outboxes.pop(request_id, None)
+        if outbox is not None:
+            outbox.append(out)
+        return out.result
 
     # From other threads
 
@@ -311,7 +316,7 @@ class Engine:
                     future.set_exception(exc)
                 return
             self._requests[request_id].future = future
-            future.add_done_callback(lambda f: self._post(lambda: self._abort_if_cancelled(request_id, f)))
+            future.add_done_callback(lambda f: self._on_done(request_id, f))
 
         self._post(add)
         return future
@@ -320,10 +325,16 @@ class Engine:
         self._inbox.put(action)
         self._wake.set()
 
-    def _abort_if_cancelled(self, request_id: str, future: Future[RequestOutput]) -> None:
-        request = self._requests.get(request_id)
-        if future.cancelled() and request is not None and request.future is future:
-            self.abort(request_id)
+    def _on_done(self, request_id: str, future: Future[RequestOutput]) -> None:
+        """On whatever thread the future was completed or cancelled."""
+
+        def abort() -> None:
+            request = self._requests.get(request_id)
+            if request is not None and request.future is future:  # the id may have been used again
+                self.abort(request_id)
+
+        if future.cancelled():
+            self._post(abort)
 
     def wait_for_work(self, timeout: float | None = None) -> bool:
         """Block the engine's thread until there is work, ``timeout`` seconds at most; tells if there is."""
@@ -344,8 +355,16 @@ class Engine:
         Returns:
             One output for each request that got a token or ended.
         """
+        self._pump()
         held, self._held = self._held, []
-        return held + self._advance()
+        return held
+
+    def _pump(self) -> None:
+        """One step, each output to whom it concerns."""
+        for out in self._advance():
+            self._outboxes.get(out.request_id, self._held).append(out)
+            if out.result is not None:
+                self._outboxes.pop(out.request_id, None)
 
     def _advance(self) -> list[StepOutput]:
         self._take_inbox()
@@ -431,29 +450,16 @@ class Engine:
             request.future.set_result(result)
         return StepOutput(seq.request_id, seq.token_ids[-1] if got_token else None, text, result)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StepOutput]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TokenStream:
         """Generate for one prompt, an output a token; the last one carries the result.
 
-        Other live requests go on beside it; their outputs come with the next ``step``. Closing the
-        iterator early aborts the request.
+        Other live requests go on beside it; their outputs come with the next ``step``. Closing the stream
+        early, or dropping it, aborts the request.
 
         Raises:
             RequestError: at the call, before anything runs.
         """
-        return self._stream(self.add_request(prompt, params))
-
-    def _stream(self, request_id: str) -> Iterator[StepOutput]:
-        try:
-            while True:
-                for out in self._advance():
-                    if out.request_id != request_id:
-                        self._held.append(out)
-                        continue
-                    yield out
-                    if out.result is not None:
-                        return
-        finally:
-            self.abort(request_id)
+        return TokenStream(self, self.add_request(prompt, params))
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str
@@ -484,8 +490,7 @@ class Engine:
         if _is_single(prompts):
             if not (params is None or isinstance(params, SamplingParams)):
                 raise RequestError("several sampling params for one prompt: give one, or a list of prompts")
-            for out in self.stream(prompts, params):  # type: ignore[arg-type]
-                last = out
+            *_, last = self.stream(prompts, params)  # type: ignore[arg-type]
             assert last.result is not None
             return last.result
         batch: list[Prompt] = list(prompts)  # type: ignore[arg-type]
@@ -504,23 +509,58 @@ class Engine:
         self, prompts: list[Prompt], params: list[SamplingParams | None]
     ) -> list[RequestOutput]:
         results: dict[int, RequestOutput] = {}
-        live: dict[str, int] = {}
+        index: dict[str, int] = {}
+        outbox: list[StepOutput] = []
         try:
             for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
                 try:
-                    live[self.add_request(prompt, p)] = i
+                    request_id = self.add_request(prompt, p)
                 except ValueError as exc:  # RequestError, ChatError
                     results[i] = refused(str(exc))
-            while live:
-                for out in self._advance():
-                    if out.request_id not in live:
-                        self._held.append(out)
-                    elif out.result is not None:
-                        results[live.pop(out.request_id)] = out.result
+                    continue
+                index[request_id] = i
+                self._outboxes[request_id] = outbox
+            while len(results) < len(prompts):
+                if not outbox:
+                    self._pump()
+                for out in outbox:
+                    if out.result is not None:
+                        results[index[out.request_id]] = out.result
+                outbox.clear()
         finally:
-            for request_id in live:
-                self.abort(request_id)
+            for request_id in index:
+                if self._outboxes.get(request_id) is outbox:
+                    self.abort(request_id)
         return [results[i] for i in range(len(prompts))]
+
+
+class TokenStream(Iterator[StepOutput]):
+    """The outputs of one request; made by ``Engine.stream``."""
+
+    def __init__(self, engine: Engine, request_id: str) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._outbox: list[StepOutput] = []
+        engine._outboxes[request_id] = self._outbox
+
+    def __next__(self) -> StepOutput:
+        while not self._outbox:
+            if not self._is_live():
+                raise StopIteration
+            self._engine._pump()
+        return self._outbox.pop(0)
+
+    def _is_live(self) -> bool:
+        return self._engine._outboxes.get(self.request_id) is self._outbox
+
+    def close(self) -> None:
+        """Abort the request if it hasn't ended, and give no more outputs."""
+        if self._is_live():
+            self._engine.abort(self.request_id)
+        self._outbox.clear()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def refused(error: str) -> RequestOutput:

@@ -28,7 +28,7 @@ class PagePool:
         return self.num_pages - self.num_free
 
     def allocate(self, owner: str, count: int) -> np.ndarray:
-        """Give ``count`` pages to ``owner``.
+        """Give ``count`` pages (>= 1) to ``owner``, in time that doesn't grow with the pool.
 
         Returns:
             int32 [count], the page ids. The caller must not write to the array.
@@ -59,9 +59,9 @@ class PagePool:
         self._stack[self.num_free : self.num_free + len(pages)] = pages[::-1]
         self.num_free += len(pages)
 
-    def pages_of(self, owner: str) -> np.ndarray:
-        """int32 [count]: the pages of ``owner``, in the order they were given; empty if it has none."""
-        return self._owned.get(owner, np.empty(0, np.int32))
+    def is_owner(self, name: str) -> bool:
+        """Whether ``name`` has pages now."""
+        return name in self._owned
 
     def check_integrity(self) -> None:
         """Audit: free + used = total, and every page has exactly one place.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from samir_vllm.config import NAN_TOKEN
-from samir_vllm.errors import RequestError
+from samir_vllm.errors import InvariantError, RequestError
 from samir_vllm.page_pool import PagePool
 from samir_vllm.sequence import FinishReason, ScheduledStep, Sequence, SequenceStatus
 
@@ -52,6 +52,8 @@ class Scheduler:
         self.batching = batching
         self._kv_cache_mib_for = kv_cache_mib_for
         self._clock = clock
+        # Ordered, not a plain dict: the front leaves in constant time however often that happens, and an
+        # abort leaves from anywhere.
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._prefilling: list[Sequence] = []
         self._decoding: list[Sequence] = []
@@ -86,8 +88,13 @@ class Scheduler:
         """Queue ``seq``.
 
         Raises:
-            RequestError: it could not run even alone in the whole pool. Nothing else is touched.
+            RequestError: its id is live, or it could not run even alone in the whole pool. Nothing else is
+                touched.
         """
+        if seq.request_id in self.waiting or self.pool.is_owner(seq.request_id):
+            raise RequestError(
+                f"request id {seq.request_id!r} is already live: wait for its end or take another id"
+            )
         needed = self.credit_of(seq)
         if needed > self.pool.num_pages:
             remedy = "shorten it"
@@ -110,9 +117,11 @@ class Scheduler:
             chunk = min(budget, seq.num_prompt_tokens - seq.num_computed_tokens)
             prefills.append((seq, chunk))
             budget -= chunk
-        return ScheduledStep(self._decoding, prefills, self._admitted)
+        # Copies of what later grows in place; `_decoding` never does.
+        return ScheduledStep(self._decoding, prefills, self._admitted.copy())
 
     def _admit(self) -> None:
+        """Move waiting sequences to prefill, in order, while there are slots and credit for the next."""
         if self.batching == "static" and self.num_running:
             return
         while self.waiting and self._free_slots:
@@ -126,7 +135,7 @@ class Scheduler:
             seq.status = SequenceStatus.PREFILL
             seq.admitted_time = self._clock()
             self._prefilling.append(seq)
-            self._admitted.append((seq, pages.reshape(self.num_layers, seq.pages_per_layer)))
+            self._admitted.append((seq, pages.reshape(self.num_layers, -1)))
 
     def commit(self, step: ScheduledStep, token_ids: list[int]) -> list[Sequence]:
         """Book the results of a step.
@@ -137,38 +146,43 @@ class Scheduler:
                 a usable maximum.
 
         Returns:
-            The sequences that got a token or ended by an error, in the same order.
+            The sequences that got a token or ended by an error, in the same order. One that was aborted
+            after ``schedule`` is not among them; its token is dropped.
+
+        Raises:
+            InvariantError: the number of token ids is wrong. Nothing is booked.
         """
         sampled = step.sampled()
+        if len(token_ids) != len(sampled):
+            raise InvariantError(f"the runner gave {len(token_ids)} tokens for {len(sampled)} sequences")
         self._admitted = []
         for seq, chunk in step.prefills:
             seq.num_computed_tokens += chunk
-        ended = False
+        for seq in step.decodes:
+            seq.num_computed_tokens += 1
+        booked: list[Sequence] = []
         now = self._clock()
         for seq, token in zip(sampled, token_ids, strict=True):
-            if seq.status is SequenceStatus.DECODE:
-                seq.num_computed_tokens += 1
-            else:
-                seq.first_token_time = now
+            if seq.is_finished:
+                continue
+            booked.append(seq)
             if token == NAN_TOKEN:
-                self._end(seq, "error", "the model produced NaN logits: the weights may be damaged")
-                ended = True
+                self._end(seq, "error", "the model gave NaN logits: its weights may be damaged, get them again")
                 continue
             seq.token_ids.append(token)
+            if seq.first_token_time is None:
+                seq.first_token_time = now
             if token in seq.stop_ids:
                 self._end(seq, "stop")
-                ended = True
             elif seq.num_output_tokens >= seq.max_tokens:
                 self._end(seq, "length")
-                ended = True
-        if ended or step.prefills:
-            self._regroup()
-        return sampled
+        self._regroup()
+        return booked
 
     def _regroup(self) -> None:
         """Drop what ended and move what has its whole prompt from prefill to decode."""
-        # New lists, never changed in place: a ScheduledStep still refers to the old ones.
-        self._decoding = [s for s in self._decoding if not s.is_finished]
+        # A new list: a ScheduledStep still refers to the old one.
+        self._decoding = [seq for seq in self._decoding if not seq.is_finished]
         still: list[Sequence] = []
         for seq in self._prefilling:
             if seq.is_finished:
@@ -181,25 +195,27 @@ class Scheduler:
         self._prefilling = still
 
     def abort(self, seq: Sequence, reason: FinishReason = "abort", error: str | None = None) -> bool:
-        """End ``seq`` now, wherever it is, between two steps. Its pages are free at once.
+        """End ``seq`` now, wherever it is, even between ``schedule`` and ``commit``. Its pages are free.
 
         Returns:
             False if it had ended already.
         """
         if seq.is_finished:
             return False
+        was_running = seq.slot >= 0
         self._end(seq, reason, error)
-        self._regroup()
+        if was_running:
+            self._regroup()
         return True
 
     def _end(self, seq: Sequence, reason: FinishReason, error: str | None = None) -> None:
+        """Give back what ``seq`` holds. A running one stays in its list until ``_regroup``."""
         if seq.status is SequenceStatus.WAITING:
             del self.waiting[seq.request_id]
         else:
             self.pool.free(seq.request_id)
             self._free_slots.append(seq.slot)
-            if self._admitted:
-                self._admitted = [(s, pages) for s, pages in self._admitted if s is not seq]
+            self._admitted = [(s, pages) for s, pages in self._admitted if s is not seq]
         seq.slot = -1
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason

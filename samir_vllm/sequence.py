@@ -104,7 +104,7 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         """True once a finish reason is set."""
-        return self.status is SequenceStatus.FINISHED
+        return self.finish_reason is not None
 
 
 @dataclass(slots=True)

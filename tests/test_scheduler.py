@@ -1,0 +1,481 @@
+"""The scheduler against a slow simulator that shares no code with it, and the rules one by one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samir_vllm.errors import InvariantError, RequestError
+from samir_vllm.page_pool import PagePool
+from samir_vllm.scheduler import Scheduler
+from samir_vllm.sequence import ScheduledStep, Sequence, SequenceStatus
+
+STOP, NAN, WORD = 7, -1, 1  # token ids
+
+
+@dataclass
+class Job:
+    """A request of the simulator, which knows how it will end: with its ``length``-th token, as ``ending``."""
+
+    name: str
+    prompt: int
+    max_tokens: int
+    length: int
+    ending: str  # of "stop", "error", "length"
+    done: int = 0  # prompt tokens computed
+    said: int = 0  # new tokens, the NaN included
+    state: str = "waiting"  # then running, then its finish reason
+
+    def pages(self, num_layers: int) -> int:
+        """Every position that is ever an input, counted page by page."""
+        return num_layers * len({position // 16 for position in range(self.prompt + self.max_tokens - 1)})
+
+    def next_token(self) -> int:
+        if self.said + 1 < self.length:
+            return WORD
+        return {"stop": STOP, "error": NAN, "length": WORD}[self.ending]
+
+
+@dataclass
+class Plan:
+    decodes: list[str]
+    prefills: list[tuple[str, int]]
+    admitted: list[str]
+    sampled: list[str]
+
+
+@dataclass
+class Simulator:
+    """One list of jobs in order of arrival, gone through again and again."""
+
+    num_pages: int
+    num_layers: int
+    max_num_seqs: int
+    max_batched_tokens: int
+    batching: str
+    jobs: dict[str, Job] = field(default_factory=dict)
+    new: list[str] = field(default_factory=list)  # admitted since the last commit
+
+    def having(self, state: str) -> list[Job]:
+        return [job for job in self.jobs.values() if job.state == state]
+
+    @property
+    def used(self) -> int:
+        return sum(job.pages(self.num_layers) for job in self.having("running"))
+
+    def add(self, job: Job) -> bool:
+        if job.pages(self.num_layers) > self.num_pages:
+            return False
+        self.jobs[job.name] = job
+        return True
+
+    def plan(self) -> Plan:
+        group_runs = self.batching == "static" and self.having("running") != []
+        for job in [] if group_runs else self.having("waiting"):
+            fits = self.used + job.pages(self.num_layers) <= self.num_pages
+            if not fits or len(self.having("running")) == self.max_num_seqs:
+                break
+            job.state = "running"
+            self.new.append(job.name)
+        # As jobs are admitted in order and prefilled in order, they also start to decode in order.
+        plan = Plan([], [], list(self.new), [])
+        tokens_left = self.max_batched_tokens
+        for job in self.having("running"):
+            if job.done == job.prompt:
+                plan.decodes.append(job.name)
+                continue
+            chunk = 0
+            while tokens_left > 0 and job.done + chunk < job.prompt:
+                chunk += 1
+                tokens_left -= 1
+            if chunk:
+                plan.prefills.append((job.name, chunk))
+        ends = [name for name, chunk in plan.prefills if self.jobs[name].done + chunk == self.jobs[name].prompt]
+        plan.sampled = plan.decodes + ends
+        return plan
+
+    def commit(self, plan: Plan) -> list[str]:
+        self.new = []
+        for name, chunk in plan.prefills:
+            self.jobs[name].done += chunk
+        booked = [name for name in plan.sampled if self.jobs[name].state == "running"]
+        for job in (self.jobs[name] for name in booked):
+            job.said += 1
+            if job.said == job.length:
+                job.state = job.ending
+        return booked
+
+    def abort(self, name: str) -> bool:
+        job = self.jobs[name]
+        if job.state not in ("waiting", "running"):
+            return False
+        job.state = "abort"
+        if name in self.new:
+            self.new.remove(name)
+        return True
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A scheduler's sizes, and what happens to it in which order."""
+
+    num_pages: int
+    num_layers: int
+    max_num_seqs: int
+    max_batched_tokens: int
+    batching: str
+    actions: list[tuple]
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Sizes small enough that every limit binds, for most of the schedules."""
+    add = st.tuples(
+        st.just("add"),
+        st.integers(1, 50),  # prompt tokens
+        st.integers(1, 40),  # new tokens at most
+        st.sampled_from(["length", "length", "stop", "error"]),
+        st.integers(0, 39),  # an early ending after so many tokens, modulo
+    )
+    which = st.integers(0, 30)
+    others = st.one_of(
+        st.tuples(st.just("step")),
+        st.tuples(st.just("step")),
+        st.tuples(st.just("interrupted step")),
+        st.tuples(st.just("step"), which),  # with an abort before its results are in
+        st.tuples(st.just("abort"), which),
+        st.tuples(st.just("add again"), which),
+    )
+    num_layers = draw(st.integers(1, 3))
+    return Schedule(
+        num_pages=draw(st.integers(1, 14)) * num_layers + draw(st.integers(0, num_layers - 1)),
+        num_layers=num_layers,
+        max_num_seqs=draw(st.integers(1, 5)),
+        max_batched_tokens=draw(st.one_of(st.integers(1, 20), st.integers(21, 120))),
+        batching=draw(st.sampled_from(["continuous", "static"])),
+        actions=draw(st.lists(st.one_of(add, others), max_size=40)),
+    )
+
+
+class Duel:
+    """Does each action to the scheduler and to the simulator, and compares everything that shows."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.pool = PagePool(schedule.num_pages)
+        sizes = {
+            "num_layers": schedule.num_layers,
+            "max_num_seqs": schedule.max_num_seqs,
+            "max_batched_tokens": schedule.max_batched_tokens,
+            "batching": schedule.batching,
+        }
+        self.real = Scheduler(self.pool, **sizes, clock=itertools.count(1).__next__)
+        self.sim = Simulator(schedule.num_pages, **sizes)
+        self.seqs: dict[str, Sequence] = {}
+
+    def some(self, index: int) -> str | None:
+        names = list(self.seqs)
+        return names[index % len(names)] if names else None
+
+    def add(self, prompt: int, max_tokens: int, ending: str, early: int) -> None:
+        length = max_tokens if ending == "length" else early % max_tokens + 1
+        job = Job(f"job-{len(self.seqs)}", prompt, max_tokens, length, ending)
+        seq = Sequence(job.name, [WORD] * prompt, max_tokens=max_tokens, stop_ids=frozenset([STOP]))
+        if self.sim.add(job):
+            self.real.add(seq)
+            self.seqs[job.name] = seq
+        else:
+            with pytest.raises(RequestError, match=rf"{job.pages(self.sim.num_layers)} KV pages"):
+                self.real.add(seq)
+
+    def add_again(self, name: str) -> None:
+        if self.sim.jobs[name].state in ("waiting", "running"):
+            with pytest.raises(RequestError, match="already live"):
+                self.real.add(Sequence(name, [WORD], max_tokens=1))
+
+    def abort(self, name: str) -> None:
+        assert self.real.abort(self.seqs[name]) == self.sim.abort(name)
+
+    def step(self, *, interrupted: bool = False, aborted_meanwhile: str | None = None) -> bool:
+        """One step; tells if there was something in it."""
+        step, plan = self.real.schedule(), self.sim.plan()
+        assert [s.request_id for s in step.decodes] == plan.decodes
+        assert [(s.request_id, chunk) for s, chunk in step.prefills] == plan.prefills
+        assert [s.request_id for s, _ in step.admitted] == plan.admitted
+        assert [s.request_id for s in step.sampled()] == plan.sampled
+        assert sum(chunk for _, chunk in step.prefills) <= self.real.max_batched_tokens
+        self.check_tables(step)
+        self.check()
+        if interrupted:
+            return True
+        tokens = [self.sim.jobs[name].next_token() for name in plan.sampled]
+        if aborted_meanwhile is not None:
+            self.abort(aborted_meanwhile)
+        assert [s.request_id for s in self.real.commit(step, tokens)] == self.sim.commit(plan)
+        self.check()
+        return not step.is_empty
+
+    def check_tables(self, step: ScheduledStep) -> None:
+        for seq, pages in step.admitted:
+            job = self.sim.jobs[seq.request_id]
+            assert pages.shape == (self.real.num_layers, job.pages(1))
+            assert len(set(pages.ravel().tolist())) == job.pages(self.real.num_layers)
+            assert self.pool.is_owner(seq.request_id)
+
+    def check(self) -> None:
+        self.pool.check_integrity()
+        assert self.pool.num_used == self.sim.used
+        running = self.sim.having("running")
+        assert {s.request_id for s in self.real.running()} == {job.name for job in running}
+        assert self.real.num_running == len(running)
+        assert list(self.real.waiting) == [job.name for job in self.sim.having("waiting")]
+        slots = [s.slot for s in self.real.running()]
+        assert len(set(slots)) == len(slots)
+        assert set(slots) <= set(range(self.real.max_num_seqs))
+        for name, job in self.sim.jobs.items():
+            self.check_sequence(self.seqs[name], job)
+
+    def check_sequence(self, seq: Sequence, job: Job) -> None:
+        if job.state == "waiting":
+            assert seq.status is SequenceStatus.WAITING
+        elif job.state == "running":
+            decoding = job.done == job.prompt
+            assert seq.status is (SequenceStatus.DECODE if decoding else SequenceStatus.PREFILL)
+            assert seq.num_computed_tokens == (len(seq.token_ids) - 1 if decoding else job.done)
+        else:
+            assert seq.status is SequenceStatus.FINISHED
+            assert seq.finish_reason == job.state
+            assert seq.finished_time is not None
+            assert (seq.error is not None) == (job.state == "error")
+            assert seq.slot == -1
+        assert seq.num_output_tokens == job.said - (job.state == "error")
+
+    def drain(self) -> None:
+        """Runs to the end: every step does something, so it must come after as many steps as tokens."""
+        while self.sim.having("waiting") or self.sim.having("running"):
+            assert self.real.has_work
+            assert self.step()
+        assert not self.real.has_work
+        assert self.real.schedule().is_empty
+        assert self.pool.num_free == self.pool.num_pages
+        assert sorted(self.real._free_slots) == list(range(self.real.max_num_seqs))
+
+
+def fight(schedule: Schedule) -> None:
+    duel = Duel(schedule)
+    for kind, *details in schedule.actions:
+        if kind == "add":
+            duel.add(*details)
+        elif kind == "interrupted step":
+            duel.step(interrupted=True)
+        elif kind == "step":
+            duel.step(aborted_meanwhile=duel.some(details[0]) if details else None)
+        elif (name := duel.some(details[0])) is not None:
+            {"abort": duel.abort, "add again": duel.add_again}[kind](name)
+    duel.drain()
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules())
+def test_equals_the_simulator(schedule: Schedule) -> None:
+    fight(schedule)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, deadline=None)
+@given(schedules())
+def test_equals_the_simulator_for_thousands_of_schedules(schedule: Schedule) -> None:
+    fight(schedule)
+
+
+# One by one
+
+
+def make(
+    num_pages: int,
+    *,
+    num_layers: int = 1,
+    max_num_seqs: int = 8,
+    max_batched_tokens: int = 64,
+    batching: str = "continuous",
+    kv_cache_mib_for: Callable[[int], int] | None = None,
+) -> Scheduler:
+    return Scheduler(
+        PagePool(num_pages),
+        num_layers=num_layers,
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_batched_tokens,
+        batching=batching,
+        kv_cache_mib_for=kv_cache_mib_for,
+    )
+
+
+def add(scheduler: Scheduler, name: str, prompt: int, new: int) -> Sequence:
+    seq = Sequence(name, [WORD] * prompt, max_tokens=new)
+    scheduler.add(seq)
+    return seq
+
+
+def step(scheduler: Scheduler) -> ScheduledStep:
+    """One step in which everybody says the same word."""
+    scheduled = scheduler.schedule()
+    scheduler.commit(scheduled, [WORD] * len(scheduled.sampled()))
+    scheduler.pool.check_integrity()
+    return scheduled
+
+
+def finish_all(scheduler: Scheduler) -> list[str]:
+    """Request ids in the order of their ends."""
+    ended = []
+    while scheduler.has_work:
+        running = scheduler.schedule()
+        assert not running.is_empty
+        for seq in scheduler.commit(running, [WORD] * len(running.sampled())):
+            if seq.is_finished:
+                ended.append(seq.request_id)
+    return ended
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_the_last_token_needs_no_page(num_layers: int) -> None:
+    scheduler = make(2 * num_layers, num_layers=num_layers, kv_cache_mib_for=lambda pages: 100 * pages)
+    fits = add(scheduler, "fits", 16, 17)
+    with pytest.raises(RequestError) as refusal:
+        add(scheduler, "too long", 17, 17)
+    for number in (3 * num_layers, 2 * num_layers, f"--kv-cache-mib {300 * num_layers}"):
+        assert str(number) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    add(scheduler, "next", 1, 1)
+    assert finish_all(scheduler) == ["fits", "next"]
+    assert fits.num_output_tokens == 17
+    assert scheduler.pool.num_used == 0
+
+
+def test_nobody_overtakes() -> None:
+    """Wanting 1, 2, 1 pages of 2: the third would fit beside the first, but came after the second."""
+    scheduler = make(2)
+    add(scheduler, "first", 8, 8)
+    add(scheduler, "second", 16, 8)
+    add(scheduler, "third", 4, 2)
+    assert [s.request_id for s, _ in step(scheduler).admitted] == ["first"]
+    assert finish_all(scheduler) == ["first", "second", "third"]
+    assert scheduler.pool.num_used == 0
+
+
+def test_a_long_prompt_holds_no_decode_up() -> None:
+    scheduler = make(64, max_batched_tokens=10)
+    short = add(scheduler, "short", 4, 20)
+    step(scheduler)
+    add(scheduler, "long", 35, 2)
+    add(scheduler, "after", 3, 2)
+    chunks = []
+    for _ in range(5):
+        before = short.num_output_tokens
+        scheduled = step(scheduler)
+        assert short.num_output_tokens == before + 1
+        chunks.append([(s.request_id, n) for s, n in scheduled.prefills])
+    assert chunks == [[("long", 10)], [("long", 10)], [("long", 10)], [("long", 5), ("after", 3)], []]
+
+
+def test_static_finishes_a_group_before_the_next() -> None:
+    scheduler = make(64, max_num_seqs=2, batching="static")
+    for name, new in [("a", 2), ("b", 5), ("c", 1), ("d", 1)]:
+        add(scheduler, name, 3, new)
+    groups = []
+    while scheduler.has_work:
+        groups.append([s.request_id for s, _ in step(scheduler).admitted])
+    assert groups == [["a", "b"], [], [], [], [], ["c", "d"]]
+
+
+def test_continuous_fills_a_place_at_once() -> None:
+    scheduler = make(64, max_num_seqs=2)
+    for name, new in [("a", 2), ("b", 5), ("c", 1), ("d", 1)]:
+        add(scheduler, name, 3, new)
+    groups = []
+    while scheduler.has_work:
+        groups.append([s.request_id for s, _ in step(scheduler).admitted])
+    assert groups == [["a", "b"], [], ["c"], ["d"], []]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_abort_in_each_state(steps: int) -> None:
+    """Waiting, in the middle of the prompt, decoding; then a second time."""
+    scheduler = make(64, max_batched_tokens=8)
+    seq = add(scheduler, "victim", 10, 20)
+    for _ in range(steps):
+        step(scheduler)
+    expected = {0: SequenceStatus.WAITING, 1: SequenceStatus.PREFILL, 3: SequenceStatus.DECODE}
+    assert seq.status is expected[steps]
+    assert scheduler.abort(seq)
+    assert scheduler.pool.num_used == 0
+    assert not scheduler.has_work
+    assert not scheduler.abort(seq)
+    assert seq.finish_reason == "abort"
+
+
+def test_abort_after_the_end_changes_nothing() -> None:
+    scheduler = make(64)
+    seq = add(scheduler, "done", 3, 1)
+    step(scheduler)
+    assert not scheduler.abort(seq)
+    assert seq.finish_reason == "length"
+
+
+def test_an_interrupted_step_comes_again() -> None:
+    scheduler = make(64, max_batched_tokens=8)
+    add(scheduler, "a", 10, 2)
+    lost = scheduler.schedule()
+    add(scheduler, "b", 3, 2)
+    again = scheduler.schedule()
+    assert [s.request_id for s, _ in again.admitted] == ["a", "b"]
+    assert again.prefills == lost.prefills
+    assert (again.admitted[0][1] == lost.admitted[0][1]).all()
+    assert [s.request_id for s, _ in lost.admitted] == ["a"]
+    scheduler.commit(again, [])
+    assert scheduler.schedule().admitted == []
+
+
+def test_one_of_an_interrupted_step_is_aborted() -> None:
+    scheduler = make(64)
+    a, b = add(scheduler, "a", 10, 2), add(scheduler, "b", 3, 2)
+    scheduler.schedule()
+    scheduler.abort(a)
+    assert [s for s, _ in scheduler.schedule().admitted] == [b]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_live_id_is_refused(steps: int) -> None:
+    scheduler = make(64, max_batched_tokens=8)
+    seq = add(scheduler, "name", 10, 20)
+    for _ in range(steps):
+        step(scheduler)
+    with pytest.raises(ValueError, match="'name' is already live"):
+        add(scheduler, "name", 1, 1)
+    scheduler.abort(seq)
+    add(scheduler, "name", 1, 1)
+    assert finish_all(scheduler) == ["name"]
+
+
+def test_a_wrong_number_of_tokens_books_nothing() -> None:
+    scheduler = make(64)
+    seq = add(scheduler, "a", 3, 3)
+    scheduled = scheduler.schedule()
+    for tokens in ([], [WORD, WORD]):
+        with pytest.raises(InvariantError, match=f"{len(tokens)} tokens for 1 "):
+            scheduler.commit(scheduled, tokens)
+    assert seq.num_computed_tokens == 0
+    assert finish_all(scheduler) == ["a"]
+
+
+def test_times_come_in_order() -> None:
+    scheduler = make(64)
+    scheduler._clock = itertools.count(1).__next__
+    seq = add(scheduler, "a", 3, 3)
+    finish_all(scheduler)
+    times = (seq.arrival_time, seq.admitted_time, seq.first_token_time, seq.finished_time)
+    assert list(times) == sorted(times)
+    assert len(set(times)) == len(times)
