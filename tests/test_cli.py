@@ -159,10 +159,17 @@ def test_several_prompts_and_a_bad_one(demo: list[str]) -> None:
 
 @pytest.mark.demo
 def test_prompt_larger_than_the_pool_names_the_remedy(demo: list[str]) -> None:
-    result = cli("generate", "a " * 900, "100", "--kv-cache-mib", "12", "--quiet", *demo)
+    result = cli("generate", "a " * 900, "100", "--kv-cache-mib", "12", *demo)
     # 900 tokens and the chat format, 100 new ones: 65 pages in each of 30 layers
     one_line_error(result, "1950 KV pages", "1024 in all", "--kv-cache-mib 23")
     assert cli("generate", "a " * 900, "1", "--kv-cache-mib", "23", "--quiet", *demo)[0] == 0
+
+
+@pytest.mark.demo
+def test_refused_prompts_are_one_line(demo: list[str]) -> None:
+    one_line_error(cli("generate", "", *demo), "empty")
+    one_line_error(cli("generate", "hello", "--max-model-len", "10", *demo), "31 tokens", "holds 10")
+    one_line_error(cli("generate", "hi", "--device", "cuda:3", *demo[:2]), "cuda:3", "--device cpu")
 
 
 @pytest.mark.demo

@@ -82,7 +82,7 @@ def run(
         interrupted = True
         answers.interrupt()
     answers.close()
-    if not args.quiet:
+    if not args.quiet and any(r.prompt_token_ids for r in answers.results()):  # not if all were refused
         console.print(figures(engine, answers.results(), time.perf_counter() - started), style="dim")
     if interrupted:
         return EXIT_INTERRUPTED
