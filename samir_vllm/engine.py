@@ -71,7 +71,7 @@ class RequestOutput:
     metrics: RequestMetrics
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for each token, and freezing triples what that costs
 class StepOutput:
     """What one step gave one request."""
 
@@ -190,6 +190,7 @@ class Engine:
             kv_cache_mib_for=lambda pages: -(-pages * page_bytes // 2**20),
         )
         self._runner = runner
+        self._vocab_size = tokenizer.vocab_size
         self._requests: dict[str, _Request] = {}
         self._ids = itertools.count()
         self._held: list[StepOutput] = []  # for the next `step`
@@ -361,7 +362,11 @@ class Engine:
 
     def _pump(self) -> None:
         """One step, each output to whom it concerns."""
-        for out in self._advance():
+        outputs = self._advance()
+        if not self._outboxes:
+            self._held += outputs
+            return
+        for out in outputs:
             self._outboxes.get(out.request_id, self._held).append(out)
             if out.result is not None:
                 self._outboxes.pop(out.request_id, None)
@@ -400,7 +405,7 @@ class Engine:
         outputs = []
         for seq in self.scheduler.commit(step, token_ids):
             request = self._requests[seq.request_id]
-            if seq.is_finished:
+            if seq.finish_reason is not None:
                 outputs.append(self._finish(request))
                 continue
             token = seq.token_ids[-1]
@@ -412,7 +417,7 @@ class Engine:
 
     def _text_of(self, request: _Request, token: int) -> str:
         # A model's vocabulary may be padded beyond the tokenizer's: such an id has no text.
-        return request.decoder.push(token) if token < self.tokenizer.vocab_size else ""
+        return request.decoder.push(token) if token < self._vocab_size else ""
 
     def _fail(self, step: ScheduledStep, exc: Exception) -> list[StepOutput]:
         """The step's requests end with an error and return their pages; those that wait go on."""
