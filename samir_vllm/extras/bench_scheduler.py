@@ -1,0 +1,176 @@
+"""``bench scheduler``: what the host does in a step, on a model that costs nothing.
+
+Times schedule, batch building and commit, and the whole ``Engine.step``, for numbers running and waiting.
+Knows no backend and no weights: the fake runner returns one token for everybody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from samir_vllm.batch import build_batch
+from samir_vllm.config import EngineConfig, ModelConfig
+from samir_vllm.engine import Engine
+from samir_vllm.sampling import SamplingParams
+from samir_vllm.sequence import ScheduledStep
+
+RUNNING = (1, 16, 256)
+WAITING = (100, 10_000, 100_000)
+NUM_LAYERS = 16
+PROMPT = [1, 2, 3]
+MAX_TOKENS = 1000
+REPEATS = 5
+TARGET_US = 3.0
+"""Microseconds a running sequence at 256: together a third of a GPU's decode step of 2.2 ms."""
+
+
+class FakeRunner:
+    """Builds the batch, as a real runner must, and gives everybody the same token."""
+
+    def run(self, step: ScheduledStep) -> list[int]:
+        if step.is_empty:
+            return []
+        batch = build_batch(step)
+        return [65] * len(batch.logit_rows)
+
+
+class FakeTokenizer:
+    """A token is a byte; what a real decoder does for each token, near enough."""
+
+    vocab_size = 256
+    adds_bos = False
+
+    def stream_decoder(self) -> FakeDecoder:
+        return FakeDecoder()
+
+
+class FakeDecoder:
+    """ASCII."""
+
+    def push(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def flush(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement; microseconds."""
+
+    running: int
+    waiting: int
+    add_us: float  # for each request queued
+    scheduler_step_us: float  # schedule, build_batch, commit
+    engine_step_us: float  # Engine.step, the fake runner and text included
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("--steps", type=int, default=100, metavar="N", help="steps in a run (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; returns the exit status."""
+    steps = min(max(1, args.steps), MAX_TOKENS // (2 * REPEATS) - 2)
+    rows = [measure(running, waiting, steps) for running in RUNNING for waiting in WAITING]
+    admission = {count: admission_us(count) for count in (1_000, 10_000, 100_000)}
+    if args.json:
+        print(json.dumps({"rows": [asdict(row) for row in rows], "admission_us": admission}))
+        return 0
+    console = Console(highlight=False)
+    console.print(_table(rows))
+    for count, us in admission.items():
+        console.print(f"{count:,} requests queued, admitted, run for one token and ended: {us:.1f} us each")
+    return 0
+
+
+def make_engine(running: int) -> Engine:
+    """A 16-layer engine on the fake model, with pages for ``running`` sequences and no more."""
+    model_config = ModelConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_layers=NUM_LAYERS,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=64,
+        vocab_size=256,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+    )
+    tokenizer: Any = FakeTokenizer()
+    config = EngineConfig(max_num_seqs=running)
+    num_pages = running * NUM_LAYERS * (MAX_TOKENS // 16 + 1)
+    return Engine.from_parts(config, model_config, tokenizer, FakeRunner(), num_pages=num_pages)
+
+
+def measure(running: int, waiting: int, steps: int) -> Row:
+    """The cost of a decode step with so many running and waiting."""
+    engine = make_engine(running)
+    params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    start = time.perf_counter()
+    for _ in range(running + waiting):
+        engine.add_request(PROMPT, params)
+    add = (time.perf_counter() - start) / (running + waiting)
+    engine.step()  # admits and prefills; from here on every step is `running` decodes
+    scheduler = engine.scheduler
+
+    def scheduler_step() -> None:
+        step = scheduler.schedule()
+        build_batch(step)
+        scheduler.commit(step, [65] * len(step.sampled()))
+
+    scheduler_us = _median_us(scheduler_step, steps)
+    engine_us = _median_us(engine.step, steps)
+    assert (scheduler.num_running, scheduler.num_waiting) == (running, waiting)
+    return Row(running, waiting, add * 1e6, scheduler_us, engine_us)
+
+
+def _median_us(step: Callable[[], object], steps: int) -> float:
+    means = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        means.append((time.perf_counter() - start) / steps * 1e6)
+    return statistics.median(means)
+
+
+def admission_us(count: int) -> float:
+    """Microseconds a request, from ``add_request`` to its end after one token, 256 at a time."""
+    engine = make_engine(256)
+    params = SamplingParams(max_tokens=1)
+    start = time.perf_counter()
+    for _ in range(count):
+        engine.add_request(PROMPT, params)
+    while engine.has_work:
+        engine.step()
+    return (time.perf_counter() - start) / count * 1e6
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table(title=f"host time of a decode step, microseconds (target: {TARGET_US:g} a sequence at 256)")
+    for name in ("running", "waiting", "add_request", "scheduler", "a sequence", "Engine.step", "a sequence"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row.running:,}",
+            f"{row.waiting:,}",
+            f"{row.add_us:.1f}",
+            f"{row.scheduler_step_us:.1f}",
+            f"{row.scheduler_step_us / row.running:.2f}",
+            f"{row.engine_step_us:.1f}",
+            f"{row.engine_step_us / row.running:.2f}",
+        )
+    return table
