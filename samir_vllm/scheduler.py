@@ -167,7 +167,7 @@ class Scheduler:
                 continue
             booked.append(seq)
             if token == NAN_TOKEN:
-                self._end(seq, "error", "the model gave NaN logits: its weights may be damaged, get them again")
+                self._end(seq, "error", "NaN in the logits: the weights may be damaged, get them again")
                 continue
             seq.token_ids.append(token)
             if seq.first_token_time is None:

@@ -57,7 +57,7 @@ def test_given_pages_stay_the_same() -> None:
 def test_an_owner_has_pages_once() -> None:
     pool = PagePool(8)
     pool.allocate("a", 3)
-    with pytest.raises(InvariantError, match="'a'.*already has pages"):
+    with pytest.raises(InvariantError, match=r"'a'.*already has pages"):
         pool.allocate("a", 1)
     pool.free("a")
     with pytest.raises(InvariantError, match="'a'"):

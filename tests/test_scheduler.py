@@ -20,7 +20,7 @@ STOP, NAN, WORD = 7, -1, 1  # token ids
 
 @dataclass
 class Job:
-    """A request of the simulator, which knows how it will end: with its ``length``-th token, as ``ending``."""
+    """A request of the simulator, which knows its end: its ``length``-th token, as ``ending``."""
 
     name: str
     prompt: int
@@ -95,7 +95,8 @@ class Simulator:
                 tokens_left -= 1
             if chunk:
                 plan.prefills.append((job.name, chunk))
-        ends = [name for name, chunk in plan.prefills if self.jobs[name].done + chunk == self.jobs[name].prompt]
+        jobs = self.jobs
+        ends = [name for name, chunk in plan.prefills if jobs[name].done + chunk == jobs[name].prompt]
         plan.sampled = plan.decodes + ends
         return plan
 
