@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import TINY
 
+from harness import TINY
 from samir_vllm import Engine, EngineConfig, SamplingParams
 from samir_vllm.backends.numpy_backend import NumpyBackend
 from samir_vllm.config import ModelConfig

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from harness import GOLDEN, TINY
 
 CAPITAL = "What is the capital of France?"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import GOLDEN, Chunk, fresh_pages, make_model, run
-from samir_vllm.tokenizer import load_tokenizer
 
+from harness import GOLDEN, Chunk, fresh_pages, make_model, run
 from samir_vllm import Engine, SamplingParams
+from samir_vllm.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.demo
 

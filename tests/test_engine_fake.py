@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 import pytest
-from fake_model import VOCAB_SIZE, ByteTokenizer, answer, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fake_model import VOCAB_SIZE, ByteTokenizer, answer, make_engine
 from samir_vllm.engine import Engine, RequestOutput, StepOutput
 from samir_vllm.errors import InvariantError, RequestError
 from samir_vllm.sampling import SamplingParams

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from harness import TINY, Chunk, Model, fresh_pages, make_model, run
 
+from harness import TINY, Chunk, Model, fresh_pages, make_model, run
 from samir_vllm.config import PAGE_SIZE
 
 # FP32 sums in another order, through 3 layers with hidden states up to about 10.

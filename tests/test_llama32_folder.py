@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import GOLDEN
 
+from harness import GOLDEN
 from samir_vllm import Engine, SamplingParams
 from samir_vllm.chat import load_chat_format
 from samir_vllm.config import ModelConfig

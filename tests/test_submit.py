@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 
 import pytest
-from fake_model import FakeRunner, answer, make_engine
 
+from fake_model import FakeRunner, answer, make_engine
 from samir_vllm import Engine, RequestError, SamplingParams
 
 TIMEOUT = 30

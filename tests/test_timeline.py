@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_model import make_engine
 
+from fake_model import make_engine
 from samir_vllm import OptionError, SamplingParams
 from samir_vllm.extras.timeline import Timeline, load_pyplot
 
