@@ -1,7 +1,5 @@
 """Chat formats: Meta's dialogs id by id, templates, and text that tries to become a control token."""
 
-import hashlib
-import importlib.util
 import itertools
 import json
 from pathlib import Path
@@ -76,13 +74,8 @@ def text_of(ids: list[int]) -> str:
 
 
 @pytest.fixture(scope="module")
-def llama3() -> Tokenizer:
-    spec = importlib.util.find_spec("llama_models")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the package llama-models, which carries Llama 3's rank file, isn't installed")
-    path = Path(spec.submodule_search_locations[0]) / "llama3" / "tokenizer.model"
-    assert hashlib.sha256(path.read_bytes()).hexdigest() == GOLDEN["meta"]["tokenizer_model_sha256"]
-    return Tokenizer.from_ranks(path)
+def llama3(llama3_rank_path: Path) -> Tokenizer:
+    return Tokenizer.from_ranks(llama3_rank_path)
 
 
 # --- golden data -------------------------------------------------------------------------------------------
