@@ -167,6 +167,13 @@ def test_prompt_larger_than_the_pool_names_the_remedy(demo: list[str]) -> None:
 
 
 @pytest.mark.demo
+def test_pool_of_what_is_free(demo: list[str]) -> None:
+    status, _, err = cli("generate", "Hi", "2", "--kv-cache-mib", "auto", "--max-num-seqs", "1", *demo)
+    assert status == 0
+    assert "(pool: 15360)" in err  # 8,192 tokens of context: 512 pages in 30 layers, and no more for one slot
+
+
+@pytest.mark.demo
 def test_refused_prompts_are_one_line(demo: list[str]) -> None:
     one_line_error(cli("generate", "", *demo), "empty")
     one_line_error(cli("generate", "hello", "--max-model-len", "10", *demo), "31 tokens", "holds 10")

@@ -133,25 +133,27 @@ class Schedule:
     actions: list[tuple]
 
 
+WHICH = st.integers(0, 30)
+ADD = st.tuples(
+    st.just("add"),
+    st.integers(1, 50),  # prompt tokens
+    st.integers(1, 40),  # new tokens at most
+    st.sampled_from(["length", "length", "stop", "error"]),
+    st.integers(0, 39),  # an early ending after so many tokens, modulo
+)
+STEP = st.tuples(st.just("step"))
+SELDOM = st.one_of(
+    st.tuples(st.just("interrupted step")),
+    st.tuples(st.just("step"), WHICH),  # with an abort before its results are in
+    st.tuples(st.just("abort"), WHICH),
+    st.tuples(st.just("add again"), WHICH),
+)
+ACTION = st.sampled_from([ADD] * 4 + [STEP] * 4 + [SELDOM] * 2).flatmap(lambda kind: kind)
+
+
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Sizes small enough that every limit binds, for most of the schedules."""
-    add = st.tuples(
-        st.just("add"),
-        st.integers(1, 50),  # prompt tokens
-        st.integers(1, 40),  # new tokens at most
-        st.sampled_from(["length", "length", "stop", "error"]),
-        st.integers(0, 39),  # an early ending after so many tokens, modulo
-    )
-    which = st.integers(0, 30)
-    others = st.one_of(
-        st.tuples(st.just("step")),
-        st.tuples(st.just("step")),
-        st.tuples(st.just("interrupted step")),
-        st.tuples(st.just("step"), which),  # with an abort before its results are in
-        st.tuples(st.just("abort"), which),
-        st.tuples(st.just("add again"), which),
-    )
+    """Sizes small enough, and actions enough (left alone, Hypothesis draws about five), that limits bind."""
     num_layers = draw(st.integers(1, 3))
     return Schedule(
         num_pages=draw(st.integers(1, 14)) * num_layers + draw(st.integers(0, num_layers - 1)),
@@ -159,7 +161,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         max_num_seqs=draw(st.integers(1, 5)),
         max_batched_tokens=draw(st.one_of(st.integers(1, 20), st.integers(21, 120))),
         batching=draw(st.sampled_from(["continuous", "static"])),
-        actions=draw(st.lists(st.one_of(add, others), max_size=40)),
+        actions=draw(st.lists(ACTION, min_size=draw(st.integers(0, 30)), max_size=40)),
     )
 
 

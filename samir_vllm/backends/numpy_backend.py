@@ -7,7 +7,6 @@ pass. K and V lie in real pages behind real block tables. Knows no sequence and 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from samir_vllm.backends import Backend, BatchArrays, rope_cos_sin
+from samir_vllm.backends.host_memory import host_memory
 from samir_vllm.config import NAN_TOKEN, PAGE_SIZE, ModelConfig
 
 KV_SPLIT = 256
@@ -92,10 +92,8 @@ class NumpyBackend(Backend):
         return out
 
     def free_bytes(self) -> int:
-        try:
-            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (ValueError, OSError, AttributeError):  # not every system tells
-            return 2**30
+        memory = host_memory()
+        return 2**30 if memory is None else memory[0]  # a guess where the system doesn't tell
 
     def allocate_kv_cache(self, num_pages: int, max_num_seqs: int, max_pages_per_seq: int) -> None:
         cfg = self.config

@@ -21,6 +21,7 @@ from typing import Literal
 
 from samir_vllm.backends import cuda_probe
 from samir_vllm.backends.cuda_probe import Unavailable, one_line
+from samir_vllm.backends.host_memory import host_memory
 from samir_vllm.errors import SamirVllmError
 
 PYTHONS = ((3, 11), (3, 13))  # oldest and newest that the project is tested on
@@ -180,24 +181,6 @@ def _host_memory() -> str | list[Row]:
         return [Row("engine", "host memory", "warning", "unknown", "see that the model fits, as FP32")]
     available, total = memory
     return f"{available / GIB:.1f} GiB available of {total / GIB:.1f}, {os.cpu_count()} CPUs"
-
-
-def host_memory(root: Path = Path("/")) -> tuple[int, int] | None:
-    """(available, total) bytes, a container's limit (cgroup v2) counted in; None where Linux doesn't tell.
-
-    ``root`` holds proc and sys.
-    """
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        info = dict(line.split(":", 1) for line in lines)
-        available, total = (int(info[key].split()[0]) * 1024 for key in ("MemAvailable", "MemTotal"))
-    except (OSError, ValueError, KeyError):
-        return None
-    try:
-        limit = int((root / "sys/fs/cgroup/memory.max").read_text())
-    except (OSError, ValueError):  # no such file, or "max"
-        limit = total
-    return min(available, limit), min(total, limit)
 
 
 # Models
