@@ -16,7 +16,9 @@ from samir_vllm.page_pool import PagePool
 @settings(max_examples=100, deadline=None)
 @given(
     num_pages=st.integers(0, 40),
-    actions=st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 15)), max_size=40),
+    actions=st.integers(0, 40).flatmap(
+        lambda n: st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 15)), min_size=n, max_size=n)
+    ),
 )
 def test_pages_are_where_a_set_says(num_pages: int, actions: list[tuple[str, int]]) -> None:
     """Each action gives pages to an owner without any, or takes back those it has."""
