@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -224,7 +225,9 @@ def test_control_tokens_in_a_prompt_are_text(demo: list[str]) -> None:
 
 @pytest.mark.demo
 def test_ctrl_c_ends_cleanly_with_what_was_generated(demo: list[str]) -> None:
-    process = start("generate", "Tell me a long story.", "4000", "--ignore-eos", *demo)
+    # A test run in the background of a script ignores SIGINT, and its children would inherit that.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = start("generate", "Tell me a long story.", "4000", "--ignore-eos", *demo, preexec_fn=heed)
     assert process.stdout is not None
     first = process.stdout.read(10)
     process.send_signal(signal.SIGINT)
