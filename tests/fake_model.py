@@ -67,6 +67,9 @@ class FakeRunner:
         self.steps.append(
             ([s.request_id for s in step.decodes], [(s.request_id, chunk) for s, chunk in step.prefills])
         )
+        live = [*step.decodes, *(seq for seq, _ in step.prefills), *(seq for seq, _ in step.admitted)]
+        if any(seq.slot < 0 for seq in live):
+            raise InvariantError("a sequence without a slot is scheduled")
         for seq, page_ids in step.admitted:
             self.block_tables[seq.slot] = page_ids
             self.kv[page_ids] = -1

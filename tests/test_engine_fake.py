@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 
 import pytest
 from hypothesis import given, settings
@@ -444,64 +441,6 @@ def test_an_interrupted_step_keeps_what_was_held_for_others() -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert set(drain(engine)) == {other, late}
-
-
-# From other threads
-
-
-@pytest.fixture
-def serving() -> Iterator[Callable[[Engine], None]]:
-    """Starts an engine's own thread, and ends it after the test."""
-    ended, threads = threading.Event(), []
-
-    def serve(engine: Engine) -> None:
-        while not ended.is_set():
-            engine.wait_for_work(0.01)
-            engine.step()
-
-    def start(engine: Engine) -> None:
-        threads.append(threading.Thread(target=serve, args=[engine]))
-        threads[-1].start()
-
-    yield start
-    ended.set()
-    for thread in threads:
-        thread.join()
-
-
-def test_submit_from_many_threads(serving: Callable[[Engine], None]) -> None:
-    engine, _ = make_engine(max_num_seqs=4)
-    serving(engine)
-    futures: dict[int, Future[RequestOutput]] = {}
-
-    def submit(first: int) -> None:
-        for i in range(first, first + 10):
-            futures[i] = engine.submit([i, i + 1], limit(5))
-
-    threads = [threading.Thread(target=submit, args=[10 * i]) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i, future in futures.items():
-        assert future.result(timeout=30).token_ids == answer([i, i + 1], 5)
-    assert_whole(engine)
-
-
-def test_submit_refuses_and_cancels() -> None:
-    """In one thread, so that each moment is sure."""
-    engine, _ = make_engine()
-    refused, early, running = (engine.submit(p, limit(20)) for p in ([], [1], [2]))
-    assert early.cancel()
-    for _ in range(3):
-        engine.step()
-    with pytest.raises(RequestError, match="empty"):
-        refused.result(timeout=0)
-    assert engine.pool.num_used > 0
-    assert running.cancel()
-    assert engine.has_work
-    engine.step()
-    assert_whole(engine)
 
 
 # Long
