@@ -337,6 +337,10 @@ class Engine:
         if future.cancelled():
             self._post(abort)
 
+    def _drop_stream(self, request_id: str, outbox: list[StepOutput]) -> None:
+        if self._outboxes.get(request_id) is outbox:  # else it has ended, and the id may be another's
+            self.abort(request_id)
+
     def wait_for_work(self, timeout: float | None = None) -> bool:
         """Block the engine's thread until there is work, ``timeout`` seconds at most; tells if there is."""
         if not self.has_work:
@@ -565,7 +569,10 @@ class TokenStream(Iterator[StepOutput]):
         self._outbox.clear()
 
     def __del__(self) -> None:
-        self.close()
+        # The garbage collector may call this in the middle of a step: leave the abort to the next one.
+        engine, request_id, outbox = self._engine, self.request_id, self._outbox
+        if self._is_live():
+            engine._post(lambda: engine._drop_stream(request_id, outbox))
 
 
 def refused(error: str) -> RequestOutput:

@@ -443,6 +443,21 @@ def test_an_interrupted_step_keeps_what_was_held_for_others() -> None:
     assert set(drain(engine)) == {other, late}
 
 
+def test_a_stream_dropped_in_the_middle_of_a_step() -> None:
+    """As the garbage collector may do it; here the clock does, which the scheduler reads while it admits."""
+    engine, _ = make_engine()
+    streams = [engine.stream([1], limit(6))]
+    other = engine.add_request([2], limit(6))
+
+    def clock() -> float:
+        streams.clear()
+        return 0.0
+
+    engine.scheduler._clock = clock
+    assert drain(engine)[other].token_ids == answer([2], 6)
+    assert_whole(engine)
+
+
 # Long
 
 
