@@ -255,10 +255,6 @@ class Engine:
         params = params or SamplingParams()
         if request_id is None:
             request_id = next(name for i in self._ids if (name := f"request-{i}") not in self._requests)
-        elif request_id in self._requests:
-            raise RequestError(
-                f"request id {request_id!r} is already live: wait for its end or take another id"
-            )
         ids = self.encode(prompt)
         if len(ids) >= self.context_len:
             raise RequestError(

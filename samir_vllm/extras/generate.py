@@ -23,7 +23,7 @@ from samir_vllm.engine import Engine, Prompt, RequestOutput, refused
 from samir_vllm.errors import ChatError, RequestError, SamirVllmError
 from samir_vllm.sampling import SamplingParams
 
-DEFAULT_MAX_TOKENS = 128
+DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
 EXIT_SOME_FAILED = 2
 EXIT_INTERRUPTED = 130
 
