@@ -16,13 +16,16 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, overload
 
-from samir_vllm.backends import Backend, select_backend
+import numpy as np
+
+from samir_vllm.backends import Backend, fall_back, select_backend
 from samir_vllm.chat import ChatFormat, load_chat_format
 from samir_vllm.config import PAGE_SIZE, EngineConfig, ModelConfig
-from samir_vllm.errors import InvariantError, OptionError, RequestError
+from samir_vllm.errors import DeviceError, InvariantError, OptionError, RequestError
 from samir_vllm.hub import resolve_model
 from samir_vllm.model_runner import ModelRunner
 from samir_vllm.page_pool import PagePool
@@ -127,22 +130,20 @@ class Engine:
         tokenizer = load_tokenizer(self.model_dir)
         chat_format = load_chat_format(self.model_dir, tokenizer)
         weights = open_weights(self.model_dir, model_config)
-        backend = select_backend(config, model_config)
-        num_pages = _num_pages(config, model_config, backend)
         report = progress or (lambda done, total: None)
-        runner = ModelRunner(
-            backend,
-            model_config,
-            weights,
-            num_pages=num_pages,
-            max_num_seqs=config.max_num_seqs,
-            max_pages_per_seq=min(
-                -(-_context(config, model_config) // PAGE_SIZE), num_pages // model_config.num_layers
-            ),
-            progress=lambda done: report(done, model_config.num_layers),
+        backend = select_backend(config, model_config)
+        load = partial(
+            _load, config, model_config, weights, lambda done: report(done, model_config.num_layers)
         )
+        try:
+            runner, num_pages = load(backend)
+        except DeviceError as exc:  # too little memory
+            if config.device != "auto":
+                raise
+            backend = fall_back(config, model_config, exc)
+            runner, num_pages = load(backend)
         self.backend_name = backend.name
-        self.notices: list[str] = list(weights.notices)
+        self.notices: list[str] = [*weights.notices, *backend.notices]
         self._assemble(config, model_config, tokenizer, chat_format, runner, num_pages, backend.kv_itemsize)
 
     @classmethod
@@ -605,13 +606,36 @@ def _context(config: EngineConfig, model_config: ModelConfig) -> int:
     return limit if config.max_model_len is None else min(limit, config.max_model_len)
 
 
+def _load(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    weights: Mapping[str, np.ndarray],
+    progress: Callable[[int], None],
+    backend: Backend,
+) -> tuple[ModelRunner, int]:
+    """A runner on a backend, and the number of its pages."""
+    num_pages = _num_pages(config, model_config, backend)
+    runner = ModelRunner(
+        backend,
+        model_config,
+        weights,
+        num_pages=num_pages,
+        max_num_seqs=config.max_num_seqs,
+        max_pages_per_seq=min(
+            -(-_context(config, model_config) // PAGE_SIZE), num_pages // model_config.num_layers
+        ),
+        progress=progress,
+    )
+    return runner, num_pages
+
+
 def _num_pages(config: EngineConfig, model_config: ModelConfig, backend: Backend) -> int:
     """Physical pages, over all layers, that the pool's size gives."""
     page_bytes = model_config.page_bytes(itemsize=backend.kv_itemsize)
     layers = model_config.num_layers
     if config.kv_cache_mib == "auto":
         most = -(-_context(config, model_config) // PAGE_SIZE) * layers * config.max_num_seqs
-        return max(layers, min(most, backend.free_bytes() // 2 // page_bytes))
+        return max(layers, min(most, backend.free_bytes() // page_bytes))
     num_pages = config.kv_cache_mib * 2**20 // page_bytes
     if num_pages < layers:
         raise OptionError(

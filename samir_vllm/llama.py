@@ -83,6 +83,12 @@ def load_weights(
     )
 
 
+def gemm_shapes(weights: LlamaWeights) -> list[Array]:
+    """One matrix of each shape that the forward pass multiplies by."""
+    layer = weights.layers[0]
+    return [layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj, weights.lm_head]
+
+
 def forward(backend: Backend, weights: LlamaWeights, inputs: Any, observe: Observer | None = None) -> Array:
     """One step through the model.
 

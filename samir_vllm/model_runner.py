@@ -12,7 +12,7 @@ import numpy as np
 from samir_vllm.backends import Backend
 from samir_vllm.batch import build_batch
 from samir_vllm.config import ModelConfig
-from samir_vllm.llama import forward, load_weights
+from samir_vllm.llama import forward, gemm_shapes, load_weights
 from samir_vllm.sequence import ScheduledStep
 
 
@@ -43,8 +43,11 @@ class ModelRunner:
         """
         self.backend = backend
         self.config = config
-        self.weights = load_weights(backend, config, tensors, progress)
-        backend.allocate_kv_cache(num_pages, max_num_seqs, max_pages_per_seq)
+        with backend.active():
+            # Pages first: where memory doesn't suffice it shows before the long part.
+            backend.allocate_kv_cache(num_pages, max_num_seqs, max_pages_per_seq)
+            self.weights = load_weights(backend, config, tensors, progress)
+            backend.check_gemm_order(gemm_shapes(self.weights))
 
     def run(self, step: ScheduledStep) -> list[int]:
         """One forward pass.
@@ -54,9 +57,10 @@ class ModelRunner:
         """
         if step.is_empty:
             return []
-        for seq, page_ids in step.admitted:
-            self.backend.set_block_table(seq.slot, page_ids)
-        inputs = self.backend.stage(build_batch(step))
-        logits = forward(self.backend, self.weights, inputs)
-        ids: list[int] = self.backend.to_numpy(self.backend.argmax(logits)).tolist()
+        with self.backend.active():
+            for seq, page_ids in step.admitted:
+                self.backend.set_block_table(seq.slot, page_ids)
+            inputs = self.backend.stage(build_batch(step))
+            logits = forward(self.backend, self.weights, inputs)
+            ids: list[int] = self.backend.to_numpy(self.backend.argmax(logits)).tolist()
         return ids

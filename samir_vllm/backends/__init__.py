@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
 
-from samir_vllm.config import EngineConfig, ModelConfig
+from samir_vllm.config import PAGE_SIZE, EngineConfig, ModelConfig
 from samir_vllm.errors import DeviceError
 
 Array = Any
@@ -54,12 +55,24 @@ class Backend(ABC):
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
+        self.notices: list[str] = []  # lines for the user: what runs otherwise than was asked
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Inside it this backend's device is the thread's; every call below is made there."""
+        return nullcontext()
 
     # Memory
 
     @abstractmethod
     def upload(self, tensors: Sequence[np.ndarray]) -> Array:
         """Move BF16 tensors, [rows_i, cols] or all [n], to the device, stacked along axis 0."""
+
+    def check_gemm_order(self, matrices: Sequence[Array]) -> None:  # noqa: B027  (most have nothing to see)
+        """See that a GEMM row's bits don't depend on the other rows; a notice where they do.
+
+        Args:
+            matrices: one weight [N, K] of each shape that the model multiplies by.
+        """
 
     @abstractmethod
     def free_bytes(self) -> int:
@@ -99,7 +112,10 @@ class Backend(ABC):
 
     @abstractmethod
     def linear_add(self, x: Array, weight: Array, residual: Array) -> Array:
-        """residual + x times weight transposed, summed in FP32 and rounded once -> BF16 [T, N]."""
+        """residual + x times weight transposed, summed in FP32 and rounded once -> BF16 [T, N].
+
+        The result may take the place of ``residual``.
+        """
 
     @abstractmethod
     def rope_kv_write(self, qkv: Array, layer_idx: int, inputs: Any) -> Array:
@@ -150,6 +166,10 @@ class Backend(ABC):
         """[n_i, m] arrays one below the other."""
 
     @abstractmethod
+    def from_numpy(self, x: np.ndarray) -> Array:
+        """An array of this backend with the values of int32, FP32 or BF16 ``x``."""
+
+    @abstractmethod
     def to_numpy(self, x: Array) -> np.ndarray:
         """A host copy: int32 as it is, everything else FP32."""
 
@@ -193,15 +213,54 @@ def rope_cos_sin(inv_freq: np.ndarray, positions: np.ndarray) -> tuple[np.ndarra
 
 
 def select_backend(engine: EngineConfig, model: ModelConfig) -> Backend:
-    """The backend that ``engine.device`` names; ``auto`` is the GPU if there is one, else NumPy.
+    """The backend that ``engine.device`` names; ``auto`` is the first GPU if it can be used, else NumPy.
 
     Raises:
-        DeviceError: the device can't be used.
+        DeviceError: the device can't be used; never for ``auto``, where NumPy comes with a notice.
     """
-    if engine.device.startswith("cuda"):
-        raise DeviceError(
-            f"device {engine.device!r}: this version runs on NumPy only; use --device cpu or auto"
-        )
+    # Unrounded arithmetic is NumPy's alone.
+    wants_gpu = engine.device.startswith("cuda") or (engine.device == "auto" and engine.dtype == "bfloat16")
+    if not wants_gpu:
+        return _numpy_backend(engine, model)
+    try:
+        return _cuda_backend(engine, model)
+    except DeviceError as exc:
+        if engine.device != "auto":
+            raise
+        return fall_back(engine, model, exc)
+
+
+def fall_back(engine: EngineConfig, model: ModelConfig, reason: DeviceError) -> Backend:
+    """The NumPy backend in place of a GPU that can't be used, with a notice that says why."""
+    backend = _numpy_backend(engine, model)
+    backend.notices.append(f"running on the CPU: {str(reason).removesuffix(', or run with --device cpu')}")
+    return backend
+
+
+def _numpy_backend(engine: EngineConfig, model: ModelConfig) -> Backend:
     from samir_vllm.backends.numpy_backend import NumpyBackend
 
     return NumpyBackend(model, round_bf16=engine.dtype == "bfloat16", batch_invariant=engine.batch_invariant)
+
+
+def _cuda_backend(engine: EngineConfig, model: ModelConfig) -> Backend:
+    from samir_vllm.backends.cuda_probe import require_gpu
+
+    index = int(engine.device.partition(":")[2] or 0)
+    require_gpu(index)  # before CuPy is imported, where there is nothing to use it on
+    from samir_vllm.backends.cuda_backend import CudaBackend
+
+    context = model.max_position_embeddings
+    if engine.max_model_len is not None:
+        context = min(context, engine.max_model_len)
+    if engine.kv_cache_mib != "auto":  # a sequence can't be longer than the pool
+        pages = engine.kv_cache_mib * 2**20 // model.page_bytes(itemsize=CudaBackend.kv_itemsize)
+        context = min(context, pages // model.num_layers * PAGE_SIZE)
+    return CudaBackend(
+        model,
+        device=index,
+        max_tokens=engine.max_batched_tokens + engine.max_num_seqs,  # a step's prefill and its decodes
+        max_num_seqs=engine.max_num_seqs,
+        max_positions=max(1, context),
+        batch_invariant=engine.batch_invariant,
+    )

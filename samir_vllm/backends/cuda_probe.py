@@ -60,6 +60,7 @@ class Gpu:
     num_sms: int
     free_bytes: int | None
     total_bytes: int
+    max_shared_bytes: int = 0  # shared memory that a block may ask for
 
     @property
     def supported(self) -> bool:
@@ -280,7 +281,7 @@ def cublas_version() -> tuple[int, int, int]:
         from cupy_backends.cuda.libs import cublas  # noqa: F401  (importing it loads the library)
 
         # CuPy's getVersion wants a handle, and a handle a GPU; the library's own property wants neither.
-        library = _loaded_library("libcublas.so")
+        library = loaded_library("libcublas.so")
         number = ctypes.c_int()
         parts = []
         for part in range(3):  # MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL of library_types.h
@@ -293,7 +294,7 @@ def cublas_version() -> tuple[int, int, int]:
     return parts[0], parts[1], parts[2]
 
 
-def _loaded_library(name: str) -> ctypes.CDLL:
+def loaded_library(name: str) -> ctypes.CDLL:
     """The copy that is in this process already, and never a second one of another version."""
     for major in (12, 13):
         try:
@@ -314,13 +315,45 @@ def gpus() -> list[Gpu]:
     Raises:
         Unavailable: no CuPy, or no driver that it can talk to.
     """
+    return [_gpu(_import_cupy(), index) for index in range(_gpu_count())]
+
+
+def require_gpu(index: int) -> Gpu:
+    """The GPU of that index, after a look at all that it needs; touches no other GPU.
+
+    Raises:
+        Unavailable: no CuPy, no driver or one too old, no such GPU, or one too old.
+    """
+    driver = driver_version()  # before CuPy: where there is no driver there is no need to import it
+    check_driver(driver, cupy_install().cuda_major)
+    count = _gpu_count()
+    if index >= count:
+        there = "CUDA shows no GPU" if count == 0 else f"CUDA shows {count}, cuda:0 to cuda:{count - 1}"
+        raise Unavailable(
+            f"there is no GPU cuda:{index} ({there})", f"see CUDA_VISIBLE_DEVICES, {CPU_REMEDY}"
+        )
+    gpu = _gpu(_import_cupy(), index)
+    if not gpu.supported:
+        found, least = (
+            "{}.{}".format(*version) for version in (gpu.compute_capability, MIN_COMPUTE_CAPABILITY)
+        )
+        raise Unavailable(
+            f"cuda:{index} ({gpu.name}) has compute capability {found}; BF16 tensor cores came with {least}",
+            CPU_REMEDY.removeprefix("or "),
+        )
+    if gpu.free_bytes is None:
+        raise Unavailable(f"cuda:{index} ({gpu.name}) can't be used now", f"free it, {CPU_REMEDY}")
+    return gpu
+
+
+def _gpu_count() -> int:
     driver_version()  # CUDA's own message is the same for no driver and an old one
     cupy = _import_cupy()
     try:
-        return [_gpu(cupy, index) for index in range(cupy.cuda.runtime.getDeviceCount())]
+        return int(cupy.cuda.runtime.getDeviceCount())
     except cupy.cuda.runtime.CUDARuntimeError as exc:
         if exc.status == CUDA_ERROR_NO_DEVICE:
-            return []
+            return 0
         raise Unavailable(
             f"CUDA can't list the GPUs: {one_line(exc)}", f"check the NVIDIA driver, {CPU_REMEDY}"
         ) from None
@@ -340,6 +373,7 @@ def _gpu(cupy: Any, index: int) -> Gpu:
         num_sms=properties["multiProcessorCount"],
         free_bytes=free_bytes,
         total_bytes=properties["totalGlobalMem"],
+        max_shared_bytes=properties.get("sharedMemPerBlockOptin", 0),
     )
 
 

@@ -93,7 +93,8 @@ class NumpyBackend(Backend):
 
     def free_bytes(self) -> int:
         memory = host_memory()
-        return 2**30 if memory is None else memory[0]  # a guess where the system doesn't tell
+        # Half, because the weights come later; and a guess where the system doesn't tell.
+        return 2**30 if memory is None else memory[0] // 2
 
     def allocate_kv_cache(self, num_pages: int, max_num_seqs: int, max_pages_per_seq: int) -> None:
         cfg = self.config
@@ -269,6 +270,9 @@ class NumpyBackend(Backend):
 
     def concat_rows(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(parts)
+
+    def from_numpy(self, x: np.ndarray) -> np.ndarray:
+        return x.copy() if x.dtype == np.int32 else x.astype(np.float32)
 
     def to_numpy(self, x: np.ndarray) -> np.ndarray:
         return x if x.dtype == np.int32 else x.astype(np.float32)

@@ -1,0 +1,698 @@
+"""The CUDA backend: checks arguments, chooses grids, launches the kernels of ``cuda_src`` and cuBLAS.
+
+All memory is allocated once, for the largest step: an operation writes into its own buffer, which its next
+call overwrites, so a steady step allocates nothing. BF16 values are bits in uint16 arrays. Everything runs on
+one stream of one device. Knows no sequence and no scheduler.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+import cupyx
+import ml_dtypes
+import numpy as np
+
+from samir_vllm.backends import Backend, BatchArrays, cuda_compile, cuda_probe, rope_cos_sin
+from samir_vllm.backends.cublas import WORKSPACE_BYTES, Cublas
+from samir_vllm.backends.cuda_compile import KV_SPLIT
+from samir_vllm.config import PAGE_SIZE, ModelConfig
+from samir_vllm.errors import DeviceError, InvariantError
+
+BF16 = np.dtype(np.uint16)  # the bits
+SEGMENT_K = 2048
+"""Longest stretch of K that one accumulator sums: the segments of the numerics contract."""
+MAX_GEMM_ROWS = 2048  # cuBLAS keeps the reduction order up to here (measured); more rows go in slices
+SEGMENTS_BYTES = 64 << 20  # FP32 segments of a GEMM; what needs more goes in slices of rows
+UPLOAD_CHUNK_BYTES = 8 << 20
+ARGMAX_PARTS = 8  # blocks that share a row of logits
+QUERY_ROWS = 64  # of a block of paged_attention_prefill
+ELEMENTWISE_THREADS = 256
+CHECKED_ROWS = (1, 16, 64, 256)  # numbers of rows at which check_gemm_order looks
+NULL = np.uintp(0)  # a null pointer in a kernel's arguments
+
+
+@dataclass(frozen=True, slots=True)
+class CudaInputs:
+    """A step's arrays on the device, all int32."""
+
+    num_decodes: int
+    max_splits: int  # of a decoding sequence
+    token_ids: Any  # [T]
+    positions: Any  # [T]
+    kv_index: Any  # [T]  place in the sequence's KV
+    token_slots: Any  # [T]  row of the block tables
+    cu_seqlens_q: Any  # [S + 1]
+    seq_lens: Any  # [S]
+    slots: Any  # [S]
+    first_split: Any  # [num_decodes]  where a sequence's splits begin in the decode kernel's scratch
+    query_tiles: Any  # [2 * tiles]  sequence, and first token in its chunk
+    logit_rows: Any  # [L]
+
+
+class PendingSum:
+    """A residual stream [T, hidden_size] to which FP32 segments of a GEMM are still to be added.
+
+    ``rmsnorm`` adds them on its way; whoever else needs the sum calls ``CudaBackend.settle``. The segments
+    lie in the backend's scratch, so that must happen before its next GEMM of several segments.
+    """
+
+    def __init__(self, residual: Any, segments: Any) -> None:
+        self.residual = residual  # BF16 [T, hidden_size]
+        self.segments = segments  # FP32 [s, T, hidden_size]; None once added
+        self.shape = residual.shape
+
+
+class _PinnedInts:
+    """Pinned host memory of int32 that is filled and sent again and again."""
+
+    def __init__(self, size: int) -> None:
+        self._host = cupyx.empty_pinned(size, np.int32)
+        self._sent = cupy.cuda.Event(disable_timing=True)
+
+    def begin(self) -> np.ndarray:
+        """The memory, once the last copy from it is done."""
+        self._sent.synchronize()
+        return self._host
+
+    def send(self, device: Any, size: int, stream: Any) -> None:
+        """Copy the first ``size`` values to an array on the device."""
+        _copy_to_device(device.data.ptr, self._host.ctypes.data, 4 * size, stream)
+        self._sent.record(stream)
+
+
+class _UploadRing:
+    """Two pinned buffers through which weights go to the device: one fills while the other is sent."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._buffers = [cupyx.empty_pinned(UPLOAD_CHUNK_BYTES, np.uint8) for _ in range(2)]
+        self._sent = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
+        self._turn = 0
+
+    def copy(self, tensor: np.ndarray, target: int) -> None:
+        """Send a contiguous array to the device address ``target``."""
+        raw = tensor.reshape(-1).view(np.uint8)
+        for start in range(0, raw.size, UPLOAD_CHUNK_BYTES):
+            chunk = raw[start : start + UPLOAD_CHUNK_BYTES]
+            buffer, sent = self._buffers[self._turn], self._sent[self._turn]
+            self._turn = 1 - self._turn
+            sent.synchronize()
+            buffer[: chunk.size] = chunk
+            _copy_to_device(target + start, buffer.ctypes.data, chunk.size, self._stream)
+            sent.record(self._stream)
+
+
+def _copy_to_device(target: int, source: int, nbytes: int, stream: Any) -> None:
+    cupy.cuda.runtime.memcpyAsync(target, source, nbytes, cupy.cuda.runtime.memcpyHostToDevice, stream.ptr)
+
+
+class CudaBackend(Backend):
+    """One GPU; see the module's opening."""
+
+    name = "cuda"
+    kv_itemsize = 2
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        device: int = 0,
+        max_tokens: int = 2304,
+        max_num_seqs: int = 256,
+        max_logit_rows: int | None = None,
+        max_positions: int | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        """Compile the kernels and allocate every buffer but weights and pages.
+
+        Args:
+            config: the model.
+            device: index of the GPU.
+            max_tokens: most tokens of one step.
+            max_num_seqs: most sequences of one step.
+            max_logit_rows: most rows whose logits are wanted in one step; None: ``max_num_seqs``.
+            max_positions: RoPE positions below this may occur; None: all the model's.
+            batch_invariant: where cuBLAS is found not to keep the one reduction order, use our own GEMM,
+                which is slower.
+
+        Raises:
+            DeviceError: the GPU can't run this model, or not now; one line with cause and remedy.
+        """
+        super().__init__(config)
+        _check_config(config)
+        self._gpu = cuda_probe.require_gpu(device)
+        self._device = cupy.cuda.Device(device)
+        self._max_tokens, self._max_num_seqs = max_tokens, max_num_seqs
+        self._max_logit_rows = max_num_seqs if max_logit_rows is None else max_logit_rows
+        self._max_positions = config.max_position_embeddings if max_positions is None else max_positions
+        self._batch_invariant = batch_invariant
+        self._ordered_gemm = False  # our own GEMM in place of cuBLAS
+        self._uploaded_bytes = 0
+        self._decode_shared_bytes = cuda_compile.decode_shared_bytes(config, self._gpu.max_shared_bytes)
+        with self._device:
+            self.stream = cupy.cuda.Stream(non_blocking=True)
+            with self.stream:
+                self._kernels = cuda_compile.load_kernels(config, self._gpu.max_shared_bytes)
+                self._allocate_buffers()
+                self._cublas = Cublas(self.stream, self._workspace)
+                self.stream.synchronize()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with self._device, self.stream:
+            yield
+
+    def synchronize(self) -> None:
+        """Wait for all work given to the device so far."""
+        self.stream.synchronize()
+
+    # Memory
+
+    def _allocate(self, shape: tuple[int, ...], dtype: Any, what: str, remedy: str) -> Any:
+        try:
+            return cupy.empty(shape, dtype)
+        except cupy.cuda.memory.OutOfMemoryError:
+            needed = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+            raise DeviceError(
+                f"out of memory on cuda:{self._device.id}: {what} needs {_mib(needed)} MiB, "
+                f"{_mib(self._free_memory())} MiB are free; {remedy}"
+            ) from None
+
+    def _allocate_buffers(self) -> None:
+        cfg, tokens, rows = self.config, self._max_tokens, self._max_logit_rows
+        self._qkv_features = (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim
+        attention_width = cfg.num_heads * cfg.head_dim
+        widest = max(self._qkv_features, 2 * cfg.intermediate_size)
+
+        def buffer(*shape: int, dtype: Any = BF16) -> Any:
+            made = self._allocate(
+                shape, dtype, "a buffer of activations", "lower --max-batched-tokens or --max-num-seqs"
+            )
+            self._buffers.append(made)
+            return made
+
+        self._buffers: list[Any] = []
+        self._x = buffer(tokens, cfg.hidden_size)
+        self._normed = buffer(tokens, cfg.hidden_size)
+        self._linear = buffer(tokens * widest)
+        self._q = buffer(tokens, cfg.num_heads, cfg.head_dim)
+        self._attention = buffer(tokens, attention_width)
+        self._mlp = buffer(tokens, cfg.intermediate_size)
+        self._rows = buffer(rows, cfg.hidden_size)
+        self._logits = buffer(rows, _padded(cfg.vocab_size), dtype=np.float32)
+        self._ids = buffer(rows, dtype=np.int32)
+        self._segments = buffer(SEGMENTS_BYTES // 4, dtype=np.float32)
+        # Scratch that must stay as it is between calls, so `poison` leaves it alone.
+        self._argmax_best = self._zeros(rows, np.uint64)
+        self._argmax_arrived = self._zeros(rows, np.uint32)
+        self._row_tiles = cfg.num_kv_heads * -(-(cfg.num_heads // cfg.num_kv_heads) // 16)
+        self._decode_arrived = self._zeros(self._max_num_seqs * self._row_tiles, np.uint32)
+        self._workspace = self._allocate(
+            (WORKSPACE_BYTES,), np.uint8, "cuBLAS's workspace", "free memory on the GPU"
+        )
+        cos, sin = rope_cos_sin(cfg.inv_freq(), np.arange(self._max_positions, dtype=np.int32))
+        self._cos, self._sin = self.from_numpy(cos), self.from_numpy(sin)
+        self._query_tokens = QUERY_ROWS // (cfg.num_heads // cfg.num_kv_heads)
+        most_tiles = tokens // self._query_tokens + self._max_num_seqs + 1
+        step_size = 4 * tokens + 4 * self._max_num_seqs + 1 + rows + 2 * most_tiles
+        self._step_host = _PinnedInts(step_size)
+        self._step_arrays = self._allocate((step_size,), np.int32, "a buffer", "lower --max-batched-tokens")
+        self._upload_ring = _UploadRing(self.stream)
+        self._pending: PendingSum | None = None
+
+    def _zeros(self, size: int, dtype: Any) -> Any:
+        array = self._allocate((size,), dtype, "a buffer", "free memory on the GPU")
+        array.data.memset_async(0, array.nbytes, self.stream)
+        return array
+
+    def poison(self) -> None:
+        """Fill every activation buffer with NaN (ids: -1), so that an output no kernel wrote shows."""
+        for buffer in self._buffers:
+            buffer.data.memset_async(0xFF, buffer.nbytes, self.stream)
+
+    def upload(self, tensors: Sequence[np.ndarray]) -> Any:
+        rows = sum(len(t) for t in tensors)
+        shape = (_padded(rows), *tensors[0].shape[1:])
+        whole = self._allocate(shape, BF16, "a weight", "free memory on the GPU or take a smaller model")
+        out, padding = whole[:rows], whole[rows:]
+        padding.data.memset_async(0, padding.nbytes, self.stream)
+        offset = 0
+        for tensor in tensors:
+            self._upload_ring.copy(tensor, out.data.ptr + offset)
+            offset += tensor.nbytes
+        self._uploaded_bytes += whole.nbytes
+        return out
+
+    def from_numpy(self, x: np.ndarray) -> Any:
+        bits = x.view(BF16) if x.dtype == ml_dtypes.bfloat16 else x
+        array = self._allocate(bits.shape, bits.dtype, "an array", "free memory on the GPU")
+        array.set(np.ascontiguousarray(bits), stream=self.stream)
+        self.stream.synchronize()  # the host array may go away
+        return array
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        host = self._download(self.settle(x))
+        return host.view(ml_dtypes.bfloat16).astype(np.float32) if host.dtype == BF16 else host
+
+    def _download(self, array: Any) -> np.ndarray:
+        """A host copy of an array whose rows may lie apart."""
+        host = np.empty(array.shape, array.dtype)
+        runtime = cupy.cuda.runtime
+        width = array.nbytes // max(1, len(array))  # bytes of a row
+        pitch = array.strides[0] if array.ndim > 1 else width
+        if array.size:
+            runtime.memcpy2DAsync(
+                *(host.ctypes.data, width, array.data.ptr, pitch, width, len(array)),
+                *(runtime.memcpyDeviceToHost, self.stream.ptr),
+            )
+        self.stream.synchronize()
+        return host
+
+    def _free_memory(self) -> int:
+        return int(cupy.cuda.runtime.memGetInfo()[0]) + cupy.get_default_memory_pool().free_bytes()
+
+    def free_bytes(self) -> int:
+        with self.active():
+            to_come = max(0, 2 * self.config.num_parameters - self._uploaded_bytes)
+            return max(0, int(0.9 * (self._free_memory() - to_come)))
+
+    def allocate_kv_cache(self, num_pages: int, max_num_seqs: int, max_pages_per_seq: int) -> None:
+        cfg = self.config
+        remedy = "lower --kv-cache-mib"
+        shape = (num_pages, 2, cfg.num_kv_heads, PAGE_SIZE, cfg.head_dim)
+        self.kv_cache = self._allocate(shape, BF16, "the KV cache", remedy)
+        # Zeros, as in the NumPy backend: finite, whatever lay there before.
+        self.kv_cache.data.memset_async(0, self.kv_cache.nbytes, self.stream)
+        tables = (max_num_seqs, cfg.num_layers, max_pages_per_seq)
+        self.block_tables = self._allocate(tables, np.int32, "the block tables", remedy)
+        self.block_tables.data.memset_async(0xFF, self.block_tables.nbytes, self.stream)
+        self._table_row = _PinnedInts(cfg.num_layers * max_pages_per_seq)
+        # Splits of all sequences together: each has one that is not full, and full ones hold pages.
+        splits = max_num_seqs * -(-max_pages_per_seq * PAGE_SIZE // KV_SPLIT)
+        splits = min(splits, max_num_seqs + num_pages // cfg.num_layers * PAGE_SIZE // KV_SPLIT)
+        parts = splits * self._row_tiles * 16
+        self._partial_out = self._allocate((parts, cfg.head_dim), np.float32, "attention's scratch", remedy)
+        self._partial_max = self._allocate((parts,), np.float32, "attention's scratch", remedy)
+        self._partial_sum = self._allocate((parts,), np.float32, "attention's scratch", remedy)
+        self._max_splits = splits
+
+    def set_block_table(self, slot: int, page_ids: np.ndarray) -> None:
+        row = self._table_row.begin().reshape(self.block_tables.shape[1:])
+        row.fill(-1)
+        row[:, : page_ids.shape[1]] = page_ids
+        self._table_row.send(self.block_tables[slot], row.size, self.stream)
+
+    def stage(self, batch: BatchArrays) -> CudaInputs:
+        lens_q = np.diff(batch.cu_seqlens_q)
+        tokens = len(batch.token_ids)
+        decodes = batch.num_decodes
+        splits = -(-batch.seq_lens[:decodes] // KV_SPLIT)
+        self._check_batch(batch, int(splits.sum()))
+        # Where a token lies in its sequence's KV; `positions` only turn the rotation (they may jump).
+        kv_index = np.arange(tokens, dtype=np.int32) + np.repeat(
+            batch.seq_lens - batch.cu_seqlens_q[1:], lens_q
+        )
+        parts = (
+            batch.token_ids,
+            batch.positions,
+            kv_index,
+            np.repeat(batch.slots, lens_q),
+            batch.cu_seqlens_q,
+            batch.seq_lens,
+            batch.slots,
+            np.cumsum(splits, dtype=np.int32) - splits,
+            self._query_tiles(lens_q, decodes),
+            batch.logit_rows,
+        )
+        self._pending = None
+        host = self._step_host.begin()
+        ends = np.cumsum([part.size for part in parts]).tolist()
+        views = []
+        for part, end in zip(parts, ends, strict=True):
+            host[end - part.size : end] = part.ravel()
+            views.append(self._step_arrays[end - part.size : end])
+        self._step_host.send(self._step_arrays, ends[-1], self.stream)
+        return CudaInputs(decodes, int(splits.max(initial=0)), *views)
+
+    def _query_tiles(self, lens_q: np.ndarray, decodes: int) -> np.ndarray:
+        """int32 [tiles, 2]: sequence and first token of each tile of the prefill kernel."""
+        counts = -(-lens_q[decodes:] // self._query_tokens)
+        sequences = np.repeat(np.arange(decodes, len(lens_q), dtype=np.int32), counts)
+        before = np.cumsum(counts, dtype=np.int32) - counts
+        index = np.arange(len(sequences), dtype=np.int32) - np.repeat(before, counts)
+        return np.stack([sequences, index * np.int32(self._query_tokens)], axis=1).astype(np.int32)
+
+    def _check_batch(self, batch: BatchArrays, splits: int) -> None:
+        for what, found, most in (
+            ("tokens", len(batch.token_ids), self._max_tokens),
+            ("sequences", len(batch.seq_lens), self._max_num_seqs),
+            ("rows of logits", len(batch.logit_rows), self._max_logit_rows),
+            ("positions", int(batch.positions.max(initial=-1)) + 1, self._max_positions),
+            (
+                "KV tokens of one sequence",
+                int(batch.seq_lens.max(initial=0)),
+                self.block_tables.shape[2] * PAGE_SIZE,
+            ),
+            ("KV splits", splits, self._max_splits),
+        ):
+            if found > most:
+                raise InvariantError(f"a step of {found} {what}, but buffers for {most}")
+
+    # Small operations
+
+    def _launch(
+        self, name: str, grid: tuple[int, ...], threads: int, args: tuple[Any, ...], shared: int = 0
+    ) -> None:
+        if 0 not in grid:
+            self._kernels[name](grid, (threads,), args, shared_mem=shared, stream=self.stream)
+
+    def embedding(self, table: Any, inputs: CudaInputs) -> Any:
+        return self._gather(table, inputs.token_ids, self._x)
+
+    def take_rows(self, x: Any, inputs: CudaInputs) -> Any:
+        return self._gather(self.settle(x), inputs.logit_rows, self._rows)
+
+    def _gather(self, table: Any, ids: Any, out: Any) -> Any:
+        _check("a table", table, BF16, (None, self.config.hidden_size))
+        threads = min(256, -(-self.config.hidden_size // 256) * 32)
+        self._launch("embedding", (len(ids),), threads, (table, ids, out))
+        return out[: len(ids)]
+
+    def rmsnorm(self, x: Any, weight: Any) -> Any:
+        return self._norm(x, weight, None, x.shape[0])
+
+    def _norm(self, x: Any, weight: Any, row_ids: Any, rows: int) -> Any:
+        """RMSNorm of the rows ``row_ids`` of x; None for all, which settles x."""
+        hidden, threads = self.config.hidden_size, cuda_compile.norm_threads(self.config)
+        _check("a norm weight", weight, BF16, (hidden,))
+        ids = NULL if row_ids is None else row_ids
+        if isinstance(x, PendingSum) and x.segments is not None:
+            sizes = (np.int32(x.segments.shape[0]), np.int64(x.shape[0] * hidden))
+            self._launch(
+                "add_rmsnorm", (rows,), threads, (x.segments, *sizes, x.residual, ids, weight, self._normed)
+            )
+            if row_ids is None:
+                x.segments = None
+        else:
+            source = self.settle(x)
+            _check("x", source, BF16, (None, hidden))
+            self._launch("rmsnorm", (rows,), threads, (source, ids, weight, self._normed))
+        return self._normed[:rows]
+
+    def settle(self, x: Any) -> Any:
+        """The BF16 array of ``x``, what a `PendingSum` waits for added."""
+        if not isinstance(x, PendingSum):
+            return x
+        if x.segments is not None:
+            self._add_segments(x.segments, x.residual, x.residual)
+            x.segments = None
+        return x.residual
+
+    def _add_segments(self, segments: Any, residual: Any, out: Any) -> None:
+        """out = BF16(segments [s, n, m] added in order + residual [n, m], or None)."""
+        chunks = out.size // 8
+        args = (
+            segments,
+            np.int32(segments.shape[0]),
+            np.int64(out.size),
+            NULL if residual is None else residual,
+            out,
+            np.int64(chunks),
+        )
+        self._launch("add_segments", (-(-chunks // ELEMENTWISE_THREADS),), ELEMENTWISE_THREADS, args)
+
+    def linear(self, x: Any, weight: Any) -> Any:
+        rows, features = _check_gemm(x, weight)
+        if rows * features > self._linear.size:
+            raise InvariantError(f"a product of {rows} x {features}, but a buffer for {self._linear.size}")
+        out = self._linear[: rows * features].reshape(rows, features)
+        self._gemm(x, weight, out)
+        return out
+
+    def linear_add(self, x: Any, weight: Any, residual: Any) -> Any:
+        # Not by cuBLAS's own addition: to a BF16 output it adds a product already rounded to BF16 (measured).
+        target = self.settle(residual)
+        rows, features = _check_gemm(x, weight)
+        _check("the residual", target, BF16, (rows, features))
+        segments = gemm_segments(x.shape[1])
+        step = self._rows_at_once(segments, features)
+        if rows <= step:
+            self._pending = PendingSum(target, self._multiply_segments(x, weight, segments))
+            return self._pending
+        for start in range(0, rows, step):
+            part, out = x[start : start + step], target[start : start + step]
+            self._add_segments(self._multiply_segments(part, weight, segments), out, out)
+        return target
+
+    def _rows_at_once(self, segments: int, features: int) -> int:
+        """Most rows of a product whose FP32 segments go through the scratch."""
+        return min(MAX_GEMM_ROWS, self._segments.size // (segments * features))
+
+    def _multiply_segments(self, x: Any, weight: Any, segments: int) -> Any:
+        """x times weight transposed, FP32 [s, T, N] in the scratch; our own kernel gives s = 1."""
+        if self._pending is not None and self._pending.segments is not None:
+            raise InvariantError("a GEMM would overwrite segments that no one has added yet")
+        parts = 1 if self._ordered_gemm else segments
+        rows, features = x.shape[0], weight.shape[0]
+        out = self._segments[: parts * rows * features].reshape(parts, rows, features)
+        if self._ordered_gemm:
+            self._ordered(x, weight, out[0], segments)
+        else:
+            self._cublas.matmul(x, weight, out, segments=segments)
+        return out
+
+    def _gemm(self, x: Any, weight: Any, out: Any, *, through_scratch: bool = False) -> None:
+        """out = x weight^T, BF16 or FP32, in slices of rows; a BF16 one through FP32 where it must be."""
+        rows, features = out.shape
+        segments = gemm_segments(x.shape[1])
+        if out.dtype == BF16 and (segments > 1 or self._ordered_gemm):
+            through_scratch = True
+        step = self._rows_at_once(segments, features) if through_scratch else MAX_GEMM_ROWS
+        for start in range(0, rows, step):
+            part, target = x[start : start + step], out[start : start + step]
+            if through_scratch:
+                self._add_segments(self._multiply_segments(part, weight, segments), None, target)
+            elif self._ordered_gemm:
+                self._ordered(part, weight, target, segments)
+            else:  # in FP32, adding a segment to the output is adding in order
+                for i in range(segments):
+                    self._cublas.matmul(part, weight, target, add=i > 0, segments=segments, segment=i)
+
+    def _ordered(self, x: Any, weight: Any, out: Any, segments: int) -> None:
+        """FP32 out [T, N] by our own kernel in the one reduction order."""
+        (rows, depth), features = x.shape, weight.shape[0]
+        sizes = (np.int32(rows), np.int32(features), np.int32(depth), np.int32(segments))
+        self._launch("ordered_linear", (-(-features // 128), -(-rows // 16)), 128, (x, weight, out, *sizes))
+
+    def ordered_linear(self, x: Any, weight: Any) -> Any:
+        """x [T, K] times weight [N, K] transposed by our own kernel -> FP32 [T, N], a new array."""
+        rows, features = _check_gemm(x, weight)
+        out = self._allocate((rows, features), np.float32, "a product", "free memory on the GPU")
+        self._ordered(x, weight, out, gemm_segments(x.shape[1]))
+        return out
+
+    def rope_kv_write(self, qkv: Any, layer_idx: int, inputs: CudaInputs) -> Any:
+        tokens = len(inputs.token_ids)
+        _check("qkv", qkv, BF16, (tokens, self._qkv_features))
+        args = (
+            qkv,
+            self._cos,
+            self._sin,
+            inputs.positions,
+            inputs.kv_index,
+            inputs.token_slots,
+            self.block_tables,
+            np.int32(self.block_tables.shape[2]),
+            np.int32(layer_idx),
+            self._q,
+            self.kv_cache,
+        )
+        self._launch("rope_kv_write", (tokens,), ELEMENTWISE_THREADS, args)
+        return self._q[:tokens]
+
+    def attention(self, q: Any, layer_idx: int, inputs: CudaInputs) -> Any:
+        decodes = inputs.num_decodes
+        if decodes > 0:
+            self._decode(q[:decodes], layer_idx, inputs, self._attention)
+        if decodes < len(q):
+            self._prefill(q[decodes:], layer_idx, inputs, self._attention[decodes:])
+        return self._attention[: len(q)]
+
+    def paged_attention_decode(self, q: Any, layer_idx: int, inputs: CudaInputs) -> Any:
+        self._decode(q, layer_idx, inputs, self._attention)
+        return self._attention[: len(q)]
+
+    def paged_attention_prefill(self, q: Any, layer_idx: int, inputs: CudaInputs) -> Any:
+        self._prefill(q, layer_idx, inputs, self._attention)
+        return self._attention[: len(q)]
+
+    def _decode(self, q: Any, layer_idx: int, inputs: CudaInputs, out: Any) -> None:
+        self._check_q(q, inputs.num_decodes)
+        args = (
+            *(q, self.kv_cache, self.block_tables),
+            *(np.int32(self.block_tables.shape[2]), np.int32(layer_idx)),
+            *(inputs.seq_lens, inputs.slots, inputs.first_split),
+            *(self._partial_out, self._partial_max, self._partial_sum, self._decode_arrived, out),
+        )
+        grid = (inputs.num_decodes, self._row_tiles, inputs.max_splits)
+        self._launch("paged_attention_decode", grid, 128, args, self._decode_shared_bytes)
+
+    def _prefill(self, q: Any, layer_idx: int, inputs: CudaInputs, out: Any) -> None:
+        self._check_q(q, len(inputs.token_ids) - inputs.num_decodes)
+        args = (
+            *(q, self.kv_cache, self.block_tables),
+            *(np.int32(self.block_tables.shape[2]), np.int32(layer_idx), np.int32(inputs.num_decodes)),
+            *(inputs.query_tiles, inputs.cu_seqlens_q, inputs.seq_lens, inputs.slots, out),
+        )
+        grid = (len(inputs.query_tiles) // 2, self.config.num_kv_heads)
+        self._launch(
+            "paged_attention_prefill", grid, 128, args, cuda_compile.prefill_shared_bytes(self.config)
+        )
+
+    def _check_q(self, q: Any, rows: int) -> None:
+        _check("q", q, BF16, (rows, self.config.num_heads, self.config.head_dim))
+
+    def silu_mul(self, gate_up: Any) -> Any:
+        rows, width = gate_up.shape[0], self.config.intermediate_size
+        _check("gate_up", gate_up, BF16, (None, 2 * width))
+        blocks = -(-width // (8 * ELEMENTWISE_THREADS))
+        self._launch("silu_mul", (blocks, rows), ELEMENTWISE_THREADS, (gate_up, self._mlp))
+        return self._mlp[:rows]
+
+    def lm_head(self, x: Any, weight: Any) -> Any:
+        _check_gemm(x, weight)
+        _check("the LM head", weight, BF16, (self.config.vocab_size, self.config.hidden_size))
+        rows = x.shape[0]
+        self._gemm(x, padded_rows(weight), self._logits[:rows])
+        return self._logits[:rows, : self.config.vocab_size]
+
+    def logits(self, x: Any, norm: Any, head: Any, inputs: CudaInputs) -> Any:
+        return self.lm_head(self._norm(x, norm, inputs.logit_rows, len(inputs.logit_rows)), head)
+
+    def argmax(self, logits: Any) -> Any:
+        rows, vocab_size = logits.shape
+        if logits.dtype != np.float32 or vocab_size != self.config.vocab_size or logits.strides[1] != 4:
+            raise InvariantError(f"logits are {logits.dtype} {logits.shape}, strides {logits.strides}")
+        stride = np.int32(logits.strides[0] // 4)
+        args = (logits, stride, self._argmax_best, self._argmax_arrived, self._ids)
+        self._launch("argmax", (rows, ARGMAX_PARTS), ELEMENTWISE_THREADS, args)
+        return self._ids[:rows]
+
+    def concat_rows(self, parts: Sequence[Any]) -> Any:
+        return cupy.concatenate(parts)
+
+    def check_gemm_order(self, matrices: Sequence[Any]) -> None:
+        wrong = [shape for weight in matrices if (shape := self._unordered(weight))]
+        if not wrong:
+            return
+        self._ordered_gemm = self._batch_invariant
+        instead = (
+            "our own slower GEMM takes its place"
+            if self._batch_invariant
+            else "a request's numbers may depend on what runs beside it; --batch-invariant prevents that"
+        )
+        self.notices.append(f"cuBLAS adds in an unknown order on this GPU ({', '.join(wrong)}): {instead}")
+
+    def _unordered(self, weight: Any) -> str | None:
+        """The first shape at which cuBLAS and the ordered kernel differ in any bit, as text."""
+        is_head = weight.shape[0] == self.config.vocab_size
+        matrix = padded_rows(weight) if is_head else weight
+        features, depth = matrix.shape
+        buffer = self._logits if is_head else self._linear
+        most = min(buffer.size // features, MAX_GEMM_ROWS)
+        checked = [rows for rows in CHECKED_ROWS if rows <= most]
+        rng = np.random.default_rng(0)
+        x = self.from_numpy(rng.standard_normal((max(checked), depth), np.float32).astype(ml_dtypes.bfloat16))
+        compared = min(16, max(checked))
+        want = self._allocate((compared, features), buffer.dtype, "a check", "free memory on the GPU")
+        self._ordered_gemm = True
+        self._gemm(x[:compared], matrix, want)
+        self._ordered_gemm = False
+        # The LM head gives FP32; the others BF16, at once (linear) or by way of FP32 (linear_add).
+        for rows, through_scratch in itertools.product(checked, [False] if is_head else [False, True]):
+            got = buffer.reshape(-1)[: rows * features].reshape(rows, features)
+            self._gemm(x[:rows], matrix, got, through_scratch=through_scratch)
+            n = min(rows, compared)
+            if self._count_differences(got[:n], want[:n]):
+                return f"{rows} x {weight.shape[0]} x {depth}"
+        return None
+
+    def _count_differences(self, a: Any, b: Any) -> int:
+        count = self._zeros(1, np.uint32)
+        words = a.nbytes // 4
+        args = (a, b, np.int64(words), count)
+        self._launch("count_differences", (-(-words // ELEMENTWISE_THREADS),), ELEMENTWISE_THREADS, args)
+        return int(count.get(stream=self.stream)[0])
+
+
+def gemm_segments(depth: int) -> int:
+    """Into how many equal segments, multiples of 16, the numerics contract cuts K, a multiple of 16."""
+    least = -(-depth // SEGMENT_K)
+    return next(s for s in range(least, depth + 1) if depth % s == 0 and depth // s % 16 == 0)
+
+
+def padded_rows(weight: Any) -> Any:
+    """A weight from ``upload`` with the zero rows behind it that make their number a multiple of 8.
+
+    cuBLAS wants it of the LM head: with an odd vocabulary it has neither fast kernels nor the one order.
+    """
+    rows, depth = weight.shape
+    if rows % 8 == 0:
+        return weight
+    whole = weight.base
+    if whole is None or whole.shape != (_padded(rows), depth) or whole.data.ptr != weight.data.ptr:
+        raise InvariantError("this weight did not come from upload")
+    return whole
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // 8) * 8
+
+
+def _check_config(config: ModelConfig) -> None:
+    """Raises DeviceError for a model the kernels aren't made for."""
+    ratio = config.num_heads // config.num_kv_heads
+    found = [
+        f"{what} {size} is not a multiple of 16"
+        for what, size in (
+            ("hidden_size", config.hidden_size),
+            ("intermediate_size", config.intermediate_size),
+            ("num_attention_heads x head_dim", config.num_heads * config.head_dim),
+        )
+        if size % 16
+    ]
+    if config.head_dim not in (64, 128):
+        found.append(f"head_dim {config.head_dim} is neither 64 nor 128")
+    if ratio > QUERY_ROWS:
+        found.append(f"{ratio} query heads share a KV head, more than {QUERY_ROWS}")
+    if found:
+        raise DeviceError(f"the GPU's kernels aren't made for this model: {found[0]}; run with --device cpu")
+
+
+def _check(what: str, array: Any, dtype: Any, shape: tuple[int | None, ...]) -> None:
+    """A kernel takes any pointer: see that it gets the array it means. None in ``shape`` is any size."""
+    fits = len(array.shape) == len(shape) and all(
+        n in (None, m) for n, m in zip(shape, array.shape, strict=True)
+    )
+    if not fits or array.dtype != dtype or not array.flags.c_contiguous:
+        raise InvariantError(
+            f"{what} is {array.dtype} {array.shape}{'' if array.flags.c_contiguous else ', not contiguous'}, "
+            f"but must be {dtype} {shape}"
+        )
+
+
+def _check_gemm(x: Any, weight: Any) -> tuple[int, int]:
+    """(T, N) of a product of BF16 x [T, K] and weight [N, K]."""
+    _check("x", x, BF16, (None, None))
+    _check("a weight", weight, BF16, (None, x.shape[1]))
+    return x.shape[0], weight.shape[0]
+
+
+def _mib(nbytes: int) -> str:
+    return f"{-(-nbytes >> 20):,}"
