@@ -4,47 +4,81 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from samir_vllm.backends import Backend
 from samir_vllm.backends.numpy_backend import NumpyBackend
 from samir_vllm.batch import Batch
 from samir_vllm.config import ModelConfig
-from samir_vllm.llama import LlamaWeights, Observer, forward, load_weights
+from samir_vllm.llama import LlamaWeights, Observer, forward, gemm_shapes, load_weights
 from samir_vllm.weights import open_weights
 
 GOLDEN = Path(__file__).parent / "golden"
 TINY = GOLDEN / "tiny-llama3"
 SLOT_PAGES = (45, 8, 6, 6)
 """Pages of each layer that the four slots of the block tables have."""
+BF16_NAN = 0x7FC0
+"""Bits of a NaN in the uint16 arrays that hold BF16 on the GPU."""
 
 
 @dataclass
 class Model:
     config: ModelConfig
-    backend: NumpyBackend
+    backend: Any  # a Backend, and what tests look at beyond the protocol: its kv_cache
     weights: LlamaWeights
 
 
 def make_model(model_dir: Path, *, round_bf16: bool, batch_invariant: bool = False) -> Model:
     config = ModelConfig.from_dir(model_dir)
     backend = NumpyBackend(config, round_bf16=round_bf16, batch_invariant=batch_invariant)
-    model = Model(config, backend, load_weights(backend, config, open_weights(model_dir, config)))
+    return _load(model_dir, config, backend)
+
+
+def make_cuda_model(
+    model_dir: Path,
+    *,
+    max_tokens: int = 1024,
+    max_positions: int | None = None,
+    batch_invariant: bool = False,
+) -> Model:
+    """The model on the first GPU; up to ``max_tokens`` tokens a step, every one with its logits."""
+    from samir_vllm.backends.cuda_backend import CudaBackend  # only here: it imports CuPy
+
+    config = ModelConfig.from_dir(model_dir)
+    backend = CudaBackend(
+        config,
+        max_tokens=max_tokens,
+        max_num_seqs=len(SLOT_PAGES),
+        max_logit_rows=max_tokens,
+        max_positions=max_positions,
+        batch_invariant=batch_invariant,
+    )
+    return _load(model_dir, config, backend)
+
+
+def _load(model_dir: Path, config: ModelConfig, backend: Backend) -> Model:
+    with backend.active():
+        weights = load_weights(backend, config, open_weights(model_dir, config))
+        backend.check_gemm_order(gemm_shapes(weights))
+    model = Model(config, backend, weights)
     fresh_pages(model)
     return model
 
 
 def fresh_pages(model: Model, seed: int = 0) -> None:
     """Pages full of NaN, handed to four slots in shuffled order: reading an unwritten place shows."""
-    layers = model.config.num_layers
+    layers, backend = model.config.num_layers, model.backend
     num_pages = layers * sum(SLOT_PAGES)
-    model.backend.allocate_kv_cache(num_pages, len(SLOT_PAGES), max(SLOT_PAGES) + 2)
-    model.backend.kv_cache[...] = np.nan
     pages = np.random.default_rng(seed).permutation(num_pages).astype(np.int32)
-    start = 0
-    for slot, count in enumerate(SLOT_PAGES):
-        model.backend.set_block_table(slot, pages[start : start + layers * count].reshape(layers, count))
-        start += layers * count
+    with backend.active():
+        backend.allocate_kv_cache(num_pages, len(SLOT_PAGES), max(SLOT_PAGES) + 2)
+        backend.kv_cache[...] = BF16_NAN if backend.kv_cache.dtype == np.uint16 else np.nan
+        start = 0
+        for slot, count in enumerate(SLOT_PAGES):
+            backend.set_block_table(slot, pages[start : start + layers * count].reshape(layers, count))
+            start += layers * count
 
 
 @dataclass
@@ -60,7 +94,10 @@ class Chunk:
 def run(
     model: Model, chunks: list[Chunk], num_decodes: int = 0, observe: Observer | None = None
 ) -> np.ndarray:
-    """Logits of every token of the packed chunks, [T, vocab_size]."""
+    """Logits of every token of the packed chunks, [T, vocab_size].
+
+    ``observe`` sees the backend's own arrays, and must copy (``backend.to_numpy``) what it keeps.
+    """
     lens = [len(c.ids) for c in chunks]
     positions = [
         np.arange(c.start, c.start + len(c.ids)) if c.positions is None else c.positions for c in chunks
@@ -74,4 +111,7 @@ def run(
         logit_rows=np.arange(sum(lens), dtype=np.int32),
         num_decodes=num_decodes,
     )
-    return forward(model.backend, model.weights, model.backend.stage(batch), observe)
+    backend = model.backend
+    with backend.active():
+        logits = forward(backend, model.weights, backend.stage(batch), observe)
+        return backend.to_numpy(logits)

@@ -25,6 +25,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+if __name__ == "__main__":  # run from a checkout that isn't installed
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from samir_vllm.config import ModelConfig
 from samir_vllm.errors import ConfigError, OptionError, SamirVllmError
 from samir_vllm.weights import expected_tensors
@@ -90,10 +93,11 @@ _QUANTILES = np.array([NormalDist().inv_cdf((i + 0.5) / 65536) for i in range(65
 
 
 def distribution(name: str, shape: tuple[int, ...], num_layers: int) -> tuple[float, float]:
-    """(mean, standard deviation) of a tensor's elements, such that activations stay near 1 at any depth.
+    """(mean, standard deviation) of a tensor's elements, such that activations stay alike at any depth.
 
-    Matrices keep the variance of what they multiply (std = 1 / sqrt(fan_in)); the two that add to the
-    residual are smaller by sqrt(2 x layers), so that the residual's variance grows by at most about 1 in all
+    Matrices keep the variance of what they multiply (std = 1 / sqrt(fan_in)), so the tied embeddings make
+    logits of about 1 and a residual stream that starts at 1 / sqrt(hidden_size). The two that add to the
+    stream are smaller by that and by sqrt(2 x layers), so that its variance about doubles over all layers
     (the scheme of Radford et al., "Language Models are Unsupervised Multitask Learners", 2019). Norm weights
     lie around 1.
     """
@@ -101,7 +105,7 @@ def distribution(name: str, shape: tuple[int, ...], num_layers: int) -> tuple[fl
         return 1.0, 0.05
     std = 1 / math.sqrt(shape[1])
     if name.endswith(("o_proj.weight", "down_proj.weight")):
-        std /= math.sqrt(2 * num_layers)
+        std /= math.sqrt(2 * num_layers * shape[0])
     return 0.0, std
 
 

@@ -119,7 +119,7 @@ class Backend(ABC):
 
     @abstractmethod
     def rope_kv_write(self, qkv: Array, layer_idx: int, inputs: Any) -> Array:
-        """Rotate q and k (split halves, FP32), store k and v in their pages.
+        """Rotate q and k (split halves, FP32), store k and v in their pages; page id -1 stores nothing.
 
         Args:
             qkv: BF16 [T, (H + 2 Hkv) * D].

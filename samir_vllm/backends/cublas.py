@@ -13,7 +13,7 @@ import numpy as np
 
 from samir_vllm.backends import cuda_probe
 from samir_vllm.backends.cuda_probe import one_line
-from samir_vllm.errors import DeviceError, InvariantError
+from samir_vllm.errors import DeviceError
 
 WORKSPACE_BYTES = 64 << 20  # as much as the reduction order was measured with (docs/performance.md)
 
@@ -97,7 +97,7 @@ class Cublas:
 
     def _check(self, status: int) -> None:
         if status != 0:
-            raise InvariantError(f"cuBLAS failed with status {status}")
+            raise DeviceError(f"cuBLAS failed with status {status}: see cublasStatus_t in its documentation")
 
     def close(self) -> None:
         """Destroy the handle."""

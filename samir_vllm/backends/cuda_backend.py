@@ -154,6 +154,7 @@ class CudaBackend(Backend):
         self._batch_invariant = batch_invariant
         self._ordered_gemm = False  # our own GEMM in place of cuBLAS
         self._uploaded_bytes = 0
+        self._partials: tuple[Any, ...] = ()
         self._decode_shared_bytes = cuda_compile.decode_shared_bytes(config, self._gpu.max_shared_bytes)
         with self._device:
             self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -233,7 +234,7 @@ class CudaBackend(Backend):
 
     def poison(self) -> None:
         """Fill every activation buffer with NaN (ids: -1), so that an output no kernel wrote shows."""
-        for buffer in self._buffers:
+        for buffer in (*self._buffers, *self._partials):
             buffer.data.memset_async(0xFF, buffer.nbytes, self.stream)
 
     def upload(self, tensors: Sequence[np.ndarray]) -> Any:
@@ -297,9 +298,11 @@ class CudaBackend(Backend):
         splits = max_num_seqs * -(-max_pages_per_seq * PAGE_SIZE // KV_SPLIT)
         splits = min(splits, max_num_seqs + num_pages // cfg.num_layers * PAGE_SIZE // KV_SPLIT)
         parts = splits * self._row_tiles * 16
-        self._partial_out = self._allocate((parts, cfg.head_dim), np.float32, "attention's scratch", remedy)
-        self._partial_max = self._allocate((parts,), np.float32, "attention's scratch", remedy)
-        self._partial_sum = self._allocate((parts,), np.float32, "attention's scratch", remedy)
+        # Output, greatest score and sum of a row of queries in one split.
+        self._partials = tuple(
+            self._allocate(shape, np.float32, "attention's scratch", remedy)
+            for shape in ((parts, cfg.head_dim), (parts,), (parts,))
+        )
         self._max_splits = splits
 
     def set_block_table(self, slot: int, page_ids: np.ndarray) -> None:
@@ -538,7 +541,7 @@ class CudaBackend(Backend):
             *(q, self.kv_cache, self.block_tables),
             *(np.int32(self.block_tables.shape[2]), np.int32(layer_idx)),
             *(inputs.seq_lens, inputs.slots, inputs.first_split),
-            *(self._partial_out, self._partial_max, self._partial_sum, self._decode_arrived, out),
+            *(*self._partials, self._decode_arrived, out),
         )
         grid = (inputs.num_decodes, self._row_tiles, inputs.max_splits)
         self._launch("paged_attention_decode", grid, 128, args, self._decode_shared_bytes)

@@ -155,9 +155,13 @@ class NumpyBackend(Backend):
         np.subtract(first * inputs.cos, second * inputs.sin, out=rotated[..., :half])
         np.add(second * inputs.cos, first * inputs.sin, out=rotated[..., half:])
         rotated = self._round(rotated)
-        pages = inputs.page_ids[layer_idx]
-        self.kv_cache[pages, 0, :, inputs.offsets] = rotated[:, cfg.num_heads :]
-        self.kv_cache[pages, 1, :, inputs.offsets] = heads[:, cfg.num_heads + cfg.num_kv_heads :]
+        pages, offsets = inputs.page_ids[layer_idx], inputs.offsets
+        k, v = rotated[:, cfg.num_heads :], heads[:, cfg.num_heads + cfg.num_kv_heads :]
+        if (pages < 0).any():  # no page, nothing to store
+            stored = pages >= 0
+            pages, offsets, k, v = pages[stored], offsets[stored], k[stored], v[stored]
+        self.kv_cache[pages, 0, :, offsets] = k
+        self.kv_cache[pages, 1, :, offsets] = v
         return rotated[:, : cfg.num_heads]
 
     def paged_attention_decode(self, q: np.ndarray, layer_idx: int, inputs: NumpyInputs) -> np.ndarray:

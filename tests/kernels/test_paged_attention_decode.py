@@ -1,0 +1,95 @@
+"""Decode attention against its twin; see ``attention.py`` for the tolerance.
+
+Whatever no sequence has written is NaN, or so large that one more term would show.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from attention import attend, check, make_q
+from twins import (
+    HEADS,
+    POISON,
+    Part,
+    Twins,
+    assert_same_bits,
+    bf16,
+    make_batch,
+    make_kv,
+    over,
+    pages_with,
+    rng_for,
+)
+
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 700, 768, 769, 1000)
+"""Around the edges of pages (16), tiles (64) and splits (256)."""
+
+poisoned = pytest.mark.parametrize("poison", POISON.values(), ids=POISON)
+
+
+def decodes_of(lengths: list[int], slots: list[int] | None = None):
+    """One query, the last token, of each sequence; slot i holds the i-th length."""
+    slots = list(range(len(lengths))) if slots is None else slots
+    return make_batch([Part(slot, 1, lengths[slot] - 1) for slot in slots], num_decodes=len(slots))
+
+
+@poisoned
+@pytest.mark.parametrize("length", LENGTHS)
+@over(HEADS)
+def test_one_sequence(twins: Twins, length: int, poison: float) -> None:
+    rng = rng_for("decode", length)
+    pages = pages_with(twins.config, [make_kv(twins.config, length, rng)], rng, poison)
+    check(twins, pages, decodes_of([length]), make_q(twins, 1, rng))
+
+
+@poisoned
+@pytest.mark.parametrize("rows", [19, 99, 256])
+@over(HEADS)
+def test_mixed_lengths(twins: Twins, rows: int, poison: float) -> None:
+    """Lengths of 1 to 1,000 in one batch, the slots in any order."""
+    rng = rng_for("decode mix", rows)
+    lengths = [*LENGTHS[:19], *rng.integers(1, 1001, rows - 19).tolist()]
+    pages = pages_with(twins.config, [make_kv(twins.config, n, rng) for n in lengths], rng, poison)
+    batch = decodes_of(lengths, rng.permutation(rows).tolist())
+    check(twins, pages, batch, make_q(twins, rows, rng))
+
+
+@over(HEADS)
+def test_peaked_softmax(twins: Twins) -> None:
+    """Scores in the tens: the greatest one moves from tile to tile, and most probabilities vanish."""
+    rng = rng_for("decode peaks")
+    kv = [make_kv(twins.config, n, rng) for n in (64, 300, 1000)]
+    for sequence in kv:
+        growth = np.linspace(0.1, 3, len(sequence))[:, None, None]
+        sequence[:, 0] = bf16(sequence[:, 0].astype(np.float32) * growth)
+    pages = pages_with(twins.config, kv, rng)
+    check(twins, pages, decodes_of([len(x) for x in kv]), make_q(twins, 3, rng, scale=6))
+
+
+@over(HEADS)
+def test_equal_scores_average_v(twins: Twins) -> None:
+    """A query of zeros gives the plain mean of V, whatever K holds."""
+    cfg, rng = twins.config, rng_for("decode mean")
+    kv = make_kv(cfg, 600, rng)
+    pages = pages_with(cfg, [kv], rng)
+    got = check(twins, pages, decodes_of([600]), make_q(twins, 1, rng, scale=0))
+    mean = kv[:, 1].astype(np.float32).mean(axis=0)  # [Hkv, D]
+    expected = np.repeat(mean, cfg.num_heads // cfg.num_kv_heads, axis=0).reshape(1, -1)
+    np.testing.assert_allclose(got, expected, atol=2e-3)  # means of about 0.04, rounded to BF16
+
+
+@over(HEADS)
+def test_company_and_page_ids_change_no_bit(twins: Twins) -> None:
+    cfg, rng = twins.config, rng_for("decode company")
+    lengths = [*LENGTHS, *rng.integers(1, 1001, 60).tolist()]
+    kv = [make_kv(cfg, n, rng) for n in lengths]
+    q = make_q(twins, len(lengths), rng)
+    together = twins.test(lambda b: attend(b, pages_with(cfg, kv, rng_for("pages")), decodes_of(lengths), q))
+    for i in (0, 5, 12, 16, 18, 20, 70):
+        alone = twins.test(
+            lambda b, i=i: attend(
+                b, pages_with(cfg, [kv[i]], rng_for("other pages", i)), decodes_of([lengths[i]]), q[i : i + 1]
+            )
+        )
+        assert_same_bits(alone, together[i : i + 1])
