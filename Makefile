@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_MODEL := smollm2-135m-instruct
-PROMPT ?= What is the capital of France?
+PROMPT ?= Name the capital of France.
 
 .PHONY: demo test test-slow lint clean
 .DELETE_ON_ERROR:

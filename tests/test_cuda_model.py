@@ -22,7 +22,6 @@ import pytest
 from harness import GOLDEN, TINY, Chunk, Model, fresh_pages, make_cuda_model, run
 from samir_vllm import Engine, EngineConfig, SamplingParams
 from samir_vllm.backends import select_backend
-from samir_vllm.backends.numpy_backend import NumpyBackend
 from samir_vllm.config import ModelConfig
 from samir_vllm.errors import DeviceError
 from samir_vllm.model_runner import ModelRunner
@@ -352,19 +351,6 @@ def test_pages_beyond_the_memory(wide_dir: Path) -> None:
     assert "free" in message
     assert "--kv-cache-mib" in message
     assert "\n" not in message
-
-
-def test_auto_falls_back_where_the_pages_do_not_fit(wide_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Small(NumpyBackend):
-        def allocate_kv_cache(self, num_pages: int, max_num_seqs: int, max_pages_per_seq: int) -> None:
-            raise DeviceError("out of memory: the KV cache needs 2 MiB, 1 MiB are free; lower --kv-cache-mib")
-
-    monkeypatch.setattr("samir_vllm.backends._cuda_backend", lambda engine, model: Small(model))
-    engine = Engine(wide_dir, device="auto")
-    assert engine.backend_name == "numpy"
-    assert any("--kv-cache-mib" in notice for notice in engine.notices)
-    with pytest.raises(DeviceError, match="--kv-cache-mib"):
-        Engine(wide_dir, device="cuda")
 
 
 # The demo model

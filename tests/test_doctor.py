@@ -68,7 +68,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "cuda_major": 12,
         "driver_version": (12, 8),
         "nvrtc_version": (12, 9),
-        "find_cuda_headers": tmp_path,
         "compile_test_kernel": 3000,
         "cublas_version": (12, 9, 1),
         "gpus": [H200],
@@ -142,7 +141,7 @@ def test_text_has_the_rows_of_json(
 def test_a_path_that_can_not_be_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer_with(monkeypatch, "find_cuda_headers", Path(os.fsdecode(b"/opt/\xff")))
+    monkeypatch.setattr(sys, "executable", os.fsdecode(b"/opt/\xff"))
     assert r"/opt/\udcff" in run(capsys)[1]
 
 
@@ -155,8 +154,7 @@ def test_a_path_that_can_not_be_printed(
         ("driver_version", Unavailable("no NVIDIA driver", "install one"), "driver", "install one"),
         ("driver_version", (11, 8), "driver", "update the NVIDIA driver"),
         ("nvrtc_version", Unavailable("NVRTC can't be loaded", "pip install x"), "NVRTC", "pip install"),
-        ("find_cuda_headers", None, "headers", "nvidia-cuda-runtime-cu12"),
-        ("compile_test_kernel", Unavailable("log", "match them"), "test kernel", "match them"),
+        ("compile_test_kernel", Unavailable("log", "pip install z"), "test kernel", "pip install z"),
         ("cublas_version", Unavailable("no cuBLAS", "pip install y"), "cuBLAS", "pip install y"),
         ("find_cuda_src", None, "kernels", "reinstall"),
         ("find_cuda_src", ROOT / "tests", "kernels", "--device cpu"),
@@ -451,55 +449,7 @@ def test_driver_must_serve_the_major_version() -> None:
     assert "pip install" not in str(caught.value)  # there is no CuPy of ours for CUDA 11
 
 
-# Headers and compiler
-
-
-def add_headers(folder: Path, version: int) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "cuda_bf16.h").touch()
-    (folder / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {version}\n")
-    return folder
-
-
-@pytest.fixture
-def header_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place of packages in front of the installed ones; no toolkit is set."""
-    for variable in ("CUDA_PATH", "CUDA_HOME", "CONDA_PREFIX"):
-        monkeypatch.delenv(variable, raising=False)
-    site = tmp_path / "packages"
-    (site / "nvidia").mkdir(parents=True)
-    monkeypatch.syspath_prepend(str(site))
-    return site
-
-
-@pytest.mark.parametrize(("major", "package"), [(12, "cuda_runtime"), (13, "cu13")])
-def test_headers_of_wheels(
-    header_site: Path, monkeypatch: pytest.MonkeyPatch, major: int, package: str
-) -> None:
-    answer_with(monkeypatch, "cuda_major", major)
-    monkeypatch.setenv("CUDA_PATH", str(header_site / "toolkit"))
-    add_headers(header_site / "toolkit/include", major * 1000 + 10)
-    wheel = add_headers(header_site / "nvidia" / package / "include", major * 1000 + 90)
-    assert cuda_probe.find_cuda_headers() == wheel
-
-
-@pytest.mark.parametrize("variable", ["CUDA_PATH", "CUDA_HOME", "CONDA_PREFIX"])
-def test_headers_of_a_toolkit_need_the_same_major(
-    header_site: Path, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
-    answer_with(monkeypatch, "cuda_major", 99)
-    root = header_site / "toolkit"
-    include = "targets/x86_64-linux/include" if variable == "CONDA_PREFIX" else "include"
-    monkeypatch.setenv(variable, str(root))
-    add_headers(root / include, 98010)
-    add_headers(header_site / "nvidia/cu13/include", 13000)
-    assert cuda_probe.find_cuda_headers() is None
-    with pytest.raises(Unavailable, match=r'no CUDA headers of CUDA 99 .*pip install "cupy-cuda99x\[ctk\]"'):
-        cuda_probe.require_cuda_headers()
-    (root / include / "cuda_runtime_api.h").write_text("#define CUDART_VERSION 99020")
-    assert cuda_probe.find_cuda_headers() == root / include
-    (root / include / "cuda_bf16.h").unlink()
-    assert cuda_probe.find_cuda_headers() is None
+# Compiler
 
 
 needs_cupy = pytest.mark.skipif(cuda_probe.cuda_major() is None, reason="CuPy is not installed")
@@ -513,15 +463,32 @@ def test_the_compiler_works_without_a_gpu() -> None:
 
 
 @needs_cupy
-def test_compile_failure_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer_with(monkeypatch, "find_cuda_headers", tmp_path)
-    with pytest.raises(Unavailable) as caught:
+def test_compile_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_probe, "TEST_KERNEL", "#include <cuda_bf16.h>\nint x = undefined_name;")
+    with pytest.raises(Unavailable, match=r"cuda_bf16\.h.*pip install") as caught:
         cuda_probe.compile_test_kernel()
-    message = str(caught.value)
-    assert "cuda_bf16.h" in message
-    assert str(tmp_path) in message
-    assert "pip install" in message
-    assert "\n" not in message
+    assert "\n" not in str(caught.value)
+
+
+@needs_cupy
+@pytest.mark.parametrize(
+    ("major", "remedy"),
+    [(12, "pip install nvidia-cuda-runtime-cu12"), (13, 'pip install "cupy-cuda13x[ctk]"')],
+)
+def test_cupy_without_headers(monkeypatch: pytest.MonkeyPatch, major: int, remedy: str) -> None:
+    """CuPy then refuses every RawModule, whatever its source includes."""
+
+    def refuse(options: tuple[str, ...]) -> None:
+        raise RuntimeError("Failed to find CUDA headers.")
+
+    from cupy._core import core
+
+    assert core.assemble_cupy_compiler_options(())  # the name is CuPy's own affair
+    monkeypatch.setattr(core, "assemble_cupy_compiler_options", refuse)
+    answer_with(monkeypatch, "cuda_major", major)
+    with pytest.raises(Unavailable, match="compiles nothing: Failed to find CUDA headers") as caught:
+        cuda_probe.compile_test_kernel()
+    assert caught.value.remedy == remedy
 
 
 @needs_cupy

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from harness import TINY, Chunk, Model, fresh_pages, make_model, run
+from samir_vllm.batch import Batch
 from samir_vllm.config import PAGE_SIZE
 
 # FP32 sums in another order, through 3 layers with hidden states up to about 10.
@@ -187,6 +188,33 @@ def test_page_is_sixteen_tokens_of_k_and_v_in_bf16(rounded: Model) -> None:
     page = rounded.backend.kv_cache[0]
     assert page.shape == (2, 2, PAGE_SIZE, 64)
     assert page.nbytes == rounded.config.page_bytes() == 2 * 16 * 2 * 64 * 2
+
+
+def test_tokens_without_a_page_are_not_stored(rounded: Model) -> None:
+    """Page id -1 is no page, and not NumPy's last one: q comes out, K and V go nowhere."""
+    backend, cfg, layer, tokens = rounded.backend, rounded.config, 1, 40
+    rng = np.random.default_rng(0)
+    qkv = rng.standard_normal((tokens, (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim), np.float32)
+    at = np.arange(tokens, dtype=np.int32)
+    ends = np.array([tokens], np.int32)
+    batch = Batch(
+        token_ids=at,
+        positions=at,
+        cu_seqlens_q=np.array([0, tokens], np.int32),
+        seq_lens=ends,
+        slots=np.zeros(1, np.int32),
+        logit_rows=ends - 1,
+        num_decodes=0,
+    )
+    want_q = backend.rope_kv_write(qkv, layer, backend.stage(batch))
+    want = backend.kv_cache.copy()
+    fresh_pages(rounded)
+    table = backend.block_tables[0].copy()
+    want[table[layer, 1]] = np.nan  # as it was
+    table[layer, 1] = -1
+    backend.set_block_table(0, table)
+    np.testing.assert_array_equal(backend.rope_kv_write(qkv, layer, backend.stage(batch)), want_q)
+    np.testing.assert_array_equal(backend.kv_cache.astype(np.float32), want.astype(np.float32))
 
 
 def test_argmax_lowest_id_wins_and_nan_is_no_token(rounded: Model) -> None:

@@ -11,6 +11,7 @@ D head_dim, I intermediate_size. "BF16" means rounded at that point of the numer
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -233,7 +234,8 @@ def select_backend(engine: EngineConfig, model: ModelConfig) -> Backend:
 def fall_back(engine: EngineConfig, model: ModelConfig, reason: DeviceError) -> Backend:
     """The NumPy backend in place of a GPU that can't be used, with a notice that says why."""
     backend = _numpy_backend(engine, model)
-    backend.notices.append(f"running on the CPU: {str(reason).removesuffix(', or run with --device cpu')}")
+    why = re.sub(r"[,;] (or )?run with --device cpu$", "", str(reason))
+    backend.notices.append(f"running on the CPU: {why}")
     return backend
 
 

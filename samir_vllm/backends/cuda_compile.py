@@ -120,6 +120,7 @@ def load_kernels(config: ModelConfig, max_shared_bytes: int) -> dict[str, Any]:
     import cupy
 
     cuda_probe.nvrtc_version()  # says what to install where there is no compiler
+    cuda_probe.check_headers()
     options = OPTIONS + definitions(config, max_shared_bytes)
     kernels = {}
     for stem, names in KERNELS.items():

@@ -1,4 +1,4 @@
-"""What CUDA finds on this machine: CuPy, driver, run-time compiler, headers, cuBLAS and GPUs.
+"""What CUDA finds on this machine: CuPy, driver, run-time compiler, cuBLAS and GPUs.
 
 Every probe works where its own part is there, whatever else is missing: the compiler needs no GPU, the
 driver no CuPy. What can't be used raises `Unavailable`, which names the cause and the remedy. Knows nothing
@@ -8,7 +8,6 @@ of models or kernels, keeps no state, and imports CuPy only inside the functions
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import os
 import re
 import warnings
@@ -23,11 +22,7 @@ MIN_COMPUTE_CAPABILITY = (8, 0)  # BF16 tensor cores and cp.async came with Ampe
 MIN_CUDA_MAJOR = 12
 CUDA_ERROR_NO_DEVICE = 100  # cudaErrorNoDevice of driver_types.h; CuPy has no name for it
 CPU_REMEDY = "or run with --device cpu"
-TEST_KERNEL = """#include <cuda_bf16.h>
-extern "C" __global__ void twice(__nv_bfloat16* x) {
-    x[threadIdx.x] = __float2bfloat16(2.0f * __bfloat162float(x[threadIdx.x]));
-}
-"""
+TEST_KERNEL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }'
 
 
 class Unavailable(DeviceError):
@@ -149,7 +144,9 @@ def driver_version() -> tuple[int, int]:
     try:
         libcuda = ctypes.CDLL("libcuda.so.1")
     except OSError as exc:
-        raise Unavailable(f"no NVIDIA driver: {one_line(exc)}", remedy) from None
+        absent = "No such file" in str(exc)
+        detail = "there is no libcuda.so.1" if absent else one_line(exc)
+        raise Unavailable(f"no NVIDIA driver ({detail})", remedy) from None
     version = ctypes.c_int()
     status = libcuda.cuDriverGetVersion(ctypes.byref(version))
     if status != 0 or version.value == 0:
@@ -171,7 +168,7 @@ def check_driver(driver: tuple[int, int], major: int) -> None:
         )
 
 
-# Compiler and headers
+# Compiler
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -196,49 +193,6 @@ def _nvrtc() -> Any:
     return nvrtc
 
 
-def find_cuda_headers() -> Path | None:
-    """The folder of ``cuda_bf16.h`` whose CUDA has CuPy's major version, or None.
-
-    NVIDIA's wheels come first, because CuPy takes NVRTC from them first; then ``CUDA_PATH``, ``CUDA_HOME``,
-    the conda environment and ``/usr/local/cuda``. A folder of another major version is passed over: headers
-    are made for their own compiler and runtime.
-    """
-    major = cuda_major()
-    for folder in _header_candidates():
-        if (folder / "cuda_bf16.h").is_file() and major in (None, _header_major(folder)):
-            return folder
-    return None
-
-
-def require_cuda_headers() -> Path:
-    """As `find_cuda_headers`. Raises Unavailable where it finds none."""
-    if (folder := find_cuda_headers()) is None:
-        wanted = f" of CUDA {major}" if (major := cuda_major()) else ""
-        raise Unavailable(f"no CUDA headers{wanted} (cuda_bf16.h)", _install("nvidia-cuda-runtime-cu12"))
-    return folder
-
-
-def _header_candidates() -> list[Path]:
-    spec = importlib.util.find_spec("nvidia")  # a namespace: one folder for each place of packages
-    wheels = [Path(place) for place in (spec.submodule_search_locations or [] if spec else [])]
-    folders = [place / name / "include" for place in wheels for name in ("cuda_runtime", "cu12", "cu13")]
-    for variable in ("CUDA_PATH", "CUDA_HOME"):
-        if root := os.environ.get(variable):
-            folders.append(Path(root) / "include")
-    if root := os.environ.get("CONDA_PREFIX"):
-        folders += sorted(Path(root).glob("targets/*-linux/include"))
-    return [*folders, Path("/usr/local/cuda/include")]
-
-
-def _header_major(folder: Path) -> int | None:
-    try:
-        text = (folder / "cuda_runtime_api.h").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    found = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", text)
-    return int(found[1]) // 1000 if found else None
-
-
 def _install(cu12_wheel: str) -> str:
     """The remedy for a missing wheel; CUDA 13 renamed them, and CuPy's extra names the right set."""
     if (major := cuda_major()) and major > 12:
@@ -247,24 +201,37 @@ def _install(cu12_wheel: str) -> str:
 
 
 def compile_test_kernel(arch: str = "sm_90") -> int:
-    """Compiles a BF16 kernel for ``arch`` without a GPU -> bytes of the machine code.
+    """Compiles a small kernel for ``arch`` without a GPU -> bytes of the machine code.
 
     Raises:
-        Unavailable: no compiler, no headers, or the two don't fit each other.
+        Unavailable: no compiler, one that fails, or no headers for CuPy.
     """
-    nvrtc, headers = _nvrtc(), require_cuda_headers()
+    nvrtc = _nvrtc()
+    check_headers()
     program = nvrtc.createProgram(TEST_KERNEL, "twice.cu", (), ())
     try:
-        nvrtc.compileProgram(program, (f"-arch={arch}", "-std=c++17", f"-I{headers}"))
+        nvrtc.compileProgram(program, (f"-arch={arch}", "-std=c++17"))
         return len(nvrtc.getCUBIN(program))
     except Exception as exc:
         log = one_line(nvrtc.getProgramLog(program)) or one_line(exc)
         raise Unavailable(
-            f"NVRTC fails on a test kernel with the headers in {headers}: {log}",
-            f"{_install('nvidia-cuda-nvrtc-cu12 nvidia-cuda-runtime-cu12')} (they must match)",
+            f"NVRTC fails on a test kernel: {log}", _install("--force-reinstall nvidia-cuda-nvrtc-cu12")
         ) from None
     finally:
         nvrtc.destroyProgram(program)
+
+
+def check_headers() -> None:
+    """Raises Unavailable where CuPy finds no CUDA headers.
+
+    Our kernels include none, but a RawModule compiles nothing without them (CuPy 14).
+    """
+    try:
+        _import_cupy()._core.core.assemble_cupy_compiler_options(())
+    except RuntimeError as exc:
+        raise Unavailable(
+            f"CuPy compiles nothing: {one_line(exc)}", _install("nvidia-cuda-runtime-cu12")
+        ) from None
 
 
 # cuBLAS

@@ -104,7 +104,6 @@ def look(model: str | None) -> list[Row]:
         ("cuda", "CuPy", _cupy),
         ("cuda", "driver", _driver),
         ("cuda", "NVRTC", _nvrtc),
-        ("cuda", "headers", lambda: str(cuda_probe.require_cuda_headers())),
         ("cuda", "test kernel", lambda: f"compiles for sm_90 ({cuda_probe.compile_test_kernel()} bytes)"),
         ("cuda", "cuBLAS", lambda: _dotted(cuda_probe.cublas_version())),
         ("cuda", "kernels", _kernels),

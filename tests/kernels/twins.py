@@ -217,7 +217,7 @@ class HostPages:
     def __init__(
         self, config: ModelConfig, lengths: Iterable[int], rng: np.random.Generator, fill: float = np.nan
     ) -> None:
-        """Pages for one sequence of each length (slots 0, 1, ...) in every layer, and three spare ones.
+        """Pages for one sequence of each length (slots 0, 1, ...) in every layer, and three that no one owns.
 
         Args:
             config: the model.
@@ -234,7 +234,6 @@ class HostPages:
         for count in counts:
             self.tables.append(ids[start : start + layers * count].reshape(layers, count))
             start += layers * count
-        self.spare = int(ids[-1])  # owned by no sequence
         self.width = max(counts) + 2
         shape = (num_pages, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
         self.bits = np.full(shape, fill, np.float32).astype(BF16).view(np.uint16)
