@@ -53,6 +53,7 @@ extern "C" __global__ void argmax(const float* __restrict__ logits, int stride, 
     atomicMax(&best[row], key);
     __threadfence();  // the maximum is there before the arrival is counted
     if (atomicAdd(&arrived[row], 1u) != gridDim.y - 1) return;
+    __threadfence();
     const Key winner = atomicExch(&best[row], 0ull);
     ids[row] = winner == NAN_KEY ? -1 : static_cast<int>(~static_cast<unsigned int>(winner));
     arrived[row] = 0;

@@ -3,8 +3,8 @@
 // One order for every query row, whatever runs beside it: the KV sequence is cut at absolute positions into splits of
 // KV_SPLIT tokens, a split into tiles of KV_TILE. Inside a split the softmax is online (Milakov and Gimelshein, 2018)
 // over its tiles in order; splits are merged in order. Scores, maxima, sums and outputs are FP32 in registers;
-// probabilities enter P x V as BF16, their sum doesn't. A tile that a row can't see leaves its state as it was, bit by
-// bit, so it doesn't matter who skips it.
+// probabilities enter P x V as BF16, their sum doesn't. A tile (of finite V) that a row can't see leaves its state as
+// it was, bit by bit, so it doesn't matter who skips it.
 //
 // Rows of an m16n8k16 step are query rows (tokens x heads of one KV head), columns KV tokens or places of a head.
 // With g = lane / 4 and t = lane % 4, a lane holds rows g and g + 8 (index 0 and 1 below).

@@ -3,7 +3,7 @@
 // Shapes:  q, out BF16 [T, NUM_HEADS * HEAD_DIM], the first `sequences` rows; kv_cache BF16 [pages, 2, NUM_KV_HEADS,
 //          PAGE_SIZE, HEAD_DIM]; block_tables int32 [slots, NUM_LAYERS, max_pages]; seq_lens, slots and first_split
 //          int32 [sequences]; first_split[i] is where sequence i's splits begin in the scratch:
-//          partial_out FP32 [splits, NUM_KV_HEADS * ROW_TILES, 16, HEAD_DIM], partial_max and partial_sum FP32 [.., 16];
+//          partial_out FP32 [splits, NUM_KV_HEADS * ROW_TILES, 16, HEAD_DIM], partial_max, partial_sum FP32 [.., 16];
 //          arrived u32 [sequences * NUM_KV_HEADS * ROW_TILES], zero at the start and left zero.
 // Threads: a block of four warps takes one split (blockIdx.z) of one sequence (x) and one KV head with 16 of its query
 //          heads (y). Warp w makes the scores of tile w; then all warps share the probabilities, and each makes a
@@ -69,8 +69,8 @@ extern "C" __global__ void __launch_bounds__(32 * TILES)
     const int count = min(KV_SPLIT, seq_len - split * KV_SPLIT);  // KV tokens of this split
     if (count <= 0) return;
     const int num_tiles = (count + KV_TILE - 1) / KV_TILE, num_splits = (seq_len + KV_SPLIT - 1) / KV_SPLIT;
-    const int* pages = block_tables + (static_cast<long long>(slots[rows.sequence]) * NUM_LAYERS + layer_idx) * max_pages +
-                       split * (KV_SPLIT / PAGE_SIZE);
+    const long long table = static_cast<long long>(slots[rows.sequence]) * NUM_LAYERS + layer_idx;
+    const int* pages = block_tables + table * max_pages + split * (KV_SPLIT / PAGE_SIZE);
     const int head = blockIdx.y / ROW_TILES;
     bf16* const k_tiles = tiles;
     bf16* const v_tiles = V_WAITS_FOR_K ? tiles : tiles + SPLIT_ELEMENTS;
@@ -80,7 +80,8 @@ extern "C" __global__ void __launch_bounds__(32 * TILES)
     if (!V_WAITS_FOR_K) load_kv(v_tiles, kv_cache, pages, 1, head, num_tiles * KV_TILE, count);
     cp_async_commit();
     QueryRows query;
-    load_query(query, g < rows.rows ? q + rows.offset(g) : nullptr, g + 8 < rows.rows ? q + rows.offset(g + 8) : nullptr);
+    load_query(query, g < rows.rows ? q + rows.offset(g) : nullptr,
+               g + 8 < rows.rows ? q + rows.offset(g + 8) : nullptr);
     cp_async_wait<1>();
     __syncthreads();
 
@@ -144,7 +145,10 @@ extern "C" __global__ void __launch_bounds__(32 * TILES)
         const int row = g + i * 8;
         if (row >= rows.rows) continue;
         const long long at = part * 16 + row;
-        if (num_splits > 1 && warp == 0 && lane % 4 == 0) partial_max[at] = state.max[i], partial_sum[at] = state.sum[i];
+        if (num_splits > 1 && warp == 0 && lane % 4 == 0) {
+            partial_max[at] = state.max[i];
+            partial_sum[at] = state.sum[i];
+        }
 #pragma unroll
         for (int n = 0; n < COLUMNS / 8; ++n) {
             const int column = warp * COLUMNS + n * 8 + lane % 4 * 2;

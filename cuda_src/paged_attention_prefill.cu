@@ -1,9 +1,10 @@
 // What:    causal attention of packed chunks of prompts, each over its own pages (cached prefix and chunk).
 // Formula: out[i, h] = softmax(q[i, h] K^T * ATTENTION_SCALE) V over the KV tokens up to i's own, in the order of
 //          attention.cuh.
-// Shapes:  q, out BF16 [T - skipped_rows, NUM_HEADS * HEAD_DIM], without the step's first rows (decodes); kv_cache BF16 [pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM];
-//          block_tables int32 [slots, NUM_LAYERS, max_pages]; query_tiles int32 [tiles, 2]: sequence, and the tile's first token
-//          in that sequence's chunk; cu_seqlens_q int32 [S + 1], seq_lens and slots int32 [S].
+// Shapes:  q, out BF16 [T - skipped_rows, NUM_HEADS * HEAD_DIM], without the step's first rows (decodes);
+//          kv_cache BF16 [pages, 2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM]; block_tables int32 [slots, NUM_LAYERS,
+//          max_pages]; query_tiles int32 [tiles, 2]: sequence, and the tile's first token in that sequence's chunk;
+//          cu_seqlens_q int32 [S + 1], seq_lens and slots int32 [S].
 // Threads: a block of four warps takes one query tile (blockIdx.x) and one KV head (y): 64 query rows, which are
 //          QUERY_TOKENS tokens x GROUP heads, 16 for each warp, so that K and V are read once for all heads of a group.
 // Shared:  two stages of a tile of K and one of V, of which one arrives while the other is worked on; and, to spare
@@ -39,7 +40,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     for (int i = 0; i < 2; ++i) {
         const int row = warp * 16 + lane / 4 + i * 8, token = first_token + row / GROUP;
         last[i] = row < QUERY_TOKENS * GROUP && token < chunk ? prefix + token + 1 : 0;
-        offset[i] = (static_cast<long long>(chunk_start - skipped_rows + token) * NUM_HEADS + head * GROUP + row % GROUP) * HEAD_DIM;
+        const long long q_row = chunk_start - skipped_rows + token;
+        offset[i] = (q_row * NUM_HEADS + head * GROUP + row % GROUP) * HEAD_DIM;
     }
     // The last token of the warp's rows that exist; tiles behind it change nothing.
     const int warp_visible = prefix + min(first_token + (warp * 16 + 15) / GROUP + 1, chunk);

@@ -4,7 +4,8 @@
 //          add_rmsnorm: x := BF16(x + (segment 0 + segment 1 + ...)), then the same; x itself is written only where all
 //          its rows are asked for (row_ids null), so that it is never half done.
 // Shapes:  x BF16 [n, HIDDEN_SIZE], weight BF16 [HIDDEN_SIZE], y BF16 [rows, HIDDEN_SIZE], segments FP32
-//          [num_segments, stride], each holding [n, HIDDEN_SIZE]. Row i of y belongs to row row_ids[i] of x; row_ids null: i.
+//          [num_segments, stride], each holding [n, HIDDEN_SIZE]. Row i of y belongs to row row_ids[i] of x; row_ids
+//          null: to row i.
 // Threads: one block of NORM_THREADS a row; a thread holds 8 neighbouring values (several times 8 where
 //          HIDDEN_SIZE > 8 * NORM_THREADS).
 #include "common.cuh"

@@ -73,6 +73,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         default=default.dtype,
         help="bfloat16, or float32: no rounding, NumPy only (default: %(default)s)",
     )
+    group.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="the same numbers in any company, whatever that costs (NumPy: much; a GPU: mostly nothing)",
+    )
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, object]:
@@ -93,6 +98,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, object]:
         "max_model_len": args.max_model_len,
         "batching": args.batching,
         "dtype": args.dtype,
+        "batch_invariant": args.batch_invariant,
     }
 
 

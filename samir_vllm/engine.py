@@ -131,16 +131,20 @@ class Engine:
         chat_format = load_chat_format(self.model_dir, tokenizer)
         weights = open_weights(self.model_dir, model_config)
         report = progress or (lambda done, total: None)
-        backend = select_backend(config, model_config)
         load = partial(
             _load, config, model_config, weights, lambda done: report(done, model_config.num_layers)
         )
+        backend = select_backend(config, model_config)
+        refusal: str | None = None
         try:
             runner, num_pages = load(backend)
         except DeviceError as exc:  # too little memory
             if config.device != "auto":
                 raise
-            backend = fall_back(config, model_config, exc)
+            refusal = str(exc)
+        if refusal is not None:  # here the exception is gone, and with it what it kept alive on the GPU
+            del backend
+            backend = fall_back(config, model_config, refusal)
             runner, num_pages = load(backend)
         self.backend_name = backend.name
         self.notices: list[str] = [*weights.notices, *backend.notices]

@@ -84,7 +84,7 @@ def load_weights(
 
 
 def gemm_shapes(weights: LlamaWeights) -> list[Array]:
-    """One matrix of each shape that the forward pass multiplies by."""
+    """One matrix of each shape that the forward pass multiplies by, the LM head last."""
     layer = weights.layers[0]
     return [layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj, weights.lm_head]
 

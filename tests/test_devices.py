@@ -212,6 +212,7 @@ def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None
             raise cupy.cuda.compiler.CompileException(log, self.code, "embedding.cu", self.options)
 
     monkeypatch.setattr(cuda_probe, "nvrtc_version", lambda: (12, 9))
+    monkeypatch.setattr(cuda_probe, "check_headers", lambda: None)
     monkeypatch.setattr(cupy, "RawModule", Broken)
     assert_refused("cuda_src/embedding.cu can't be built", 'embedding.cu(7): error: identifier "x"', "doctor")
 
@@ -237,6 +238,7 @@ def test_no_room_for_pages_or_weights() -> None:
 
     backend = cuda_backend.CudaBackend.__new__(cuda_backend.CudaBackend)  # as if all buffers were there
     backend.config, backend._device = CONFIG, cuda_backend.cupy.cuda.Device(0)
+    backend.stream = SimpleNamespace(synchronize=lambda: None)
     pages = GIB // CONFIG.page_bytes()
     with pytest.raises(DeviceError) as caught:
         backend.allocate_kv_cache(5 * pages, 4, 64)

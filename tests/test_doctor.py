@@ -435,7 +435,7 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"{name}: cannot open")
 
     monkeypatch.setattr(ctypes, "CDLL", fail)
-    with pytest.raises(Unavailable, match=r"libcuda.so.1: cannot open; install an NVIDIA driver"):
+    with pytest.raises(Unavailable, match=r"libcuda.so.1: cannot open\); install an NVIDIA driver"):
         cuda_probe.driver_version()
 
 
@@ -508,6 +508,21 @@ def test_nvrtc_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             probe()
 
 
+def test_the_library_is_of_cupys_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of another CUDA that something else brought into the process."""
+    asked: list[str] = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: asked.append(name))
+    monkeypatch.setattr(
+        cuda_probe,
+        "_import_cupy",
+        lambda: SimpleNamespace(
+            cuda=SimpleNamespace(runtime=SimpleNamespace(runtimeGetVersion=lambda: 13010))
+        ),
+    )
+    cuda_probe.loaded_library("libcublas.so")
+    assert asked == ["libcublas.so.13"]
+
+
 @needs_cupy
 def test_cublas_loads_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_probe.cublas_version()[0] == cuda_probe.cuda_major()
@@ -516,7 +531,7 @@ def test_cublas_loads_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError("not there")
 
     monkeypatch.setattr(ctypes, "CDLL", fail)
-    with pytest.raises(Unavailable, match=r"cuBLAS can't be loaded: .*libcublas.so; pip install"):
+    with pytest.raises(Unavailable, match=r"cuBLAS can't be loaded: not there; pip install"):
         cuda_probe.cublas_version()
 
 

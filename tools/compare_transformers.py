@@ -24,9 +24,10 @@ if __name__ == "__main__":  # run from a checkout that isn't installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from samir_vllm.backends import select_backend
+from samir_vllm.backends.cuda_probe import free_unused_memory
 from samir_vllm.batch import build_batch
 from samir_vllm.config import EngineConfig, ModelConfig
-from samir_vllm.errors import OptionError, SamirVllmError
+from samir_vllm.errors import InvariantError, OptionError, SamirVllmError
 from samir_vllm.llama import forward
 from samir_vllm.model_runner import ModelRunner
 from samir_vllm.sequence import ScheduledStep, Sequence
@@ -161,6 +162,7 @@ def main(argv: list[str] | None = None) -> int:
         prompts = make_prompts(args.prompts, args.tokens, config.vocab_size, args.seed)
         # Ours first: torch brings a cuBLAS of its own, and the one loaded first counts.
         ours = our_logits(args.model_dir, config, prompts, args.device)
+        free_unused_memory()  # torch has an allocator of its own
         reference, peer = (
             transformers_logits(args.model_dir, prompts, dtype, args.device)
             for dtype in ("float32", "bfloat16")
@@ -171,6 +173,8 @@ def main(argv: list[str] | None = None) -> int:
             args.json.write_text(
                 json.dumps({"passed": passes(rows), "rows": [row._asdict() for row in rows]}, indent=2) + "\n"
             )
+    except InvariantError:
+        raise  # a bug of ours, with its traceback
     except (SamirVllmError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

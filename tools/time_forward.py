@@ -30,7 +30,7 @@ if __name__ == "__main__":  # run from a checkout that isn't installed
 
 from samir_vllm.backends import Backend, select_backend
 from samir_vllm.config import EngineConfig, ModelConfig
-from samir_vllm.errors import OptionError, SamirVllmError
+from samir_vllm.errors import InvariantError, OptionError, SamirVllmError
 from samir_vllm.extras.bench_cpu import weight_bytes
 from samir_vllm.model_runner import ModelRunner
 from samir_vllm.sequence import ScheduledStep, Sequence
@@ -206,6 +206,8 @@ def main(argv: list[str] | None = None) -> int:
         report = measure(args)
         if args.json is not None:
             args.json.write_text(json.dumps(report, indent=2) + "\n")
+    except InvariantError:
+        raise  # a bug of ours, with its traceback
     except (SamirVllmError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -72,7 +72,7 @@ class Backend(ABC):
         """See that a GEMM row's bits don't depend on the other rows; a notice where they do.
 
         Args:
-            matrices: one weight [N, K] of each shape that the model multiplies by.
+            matrices: one weight [N, K] of each shape that the model multiplies by, the LM head last.
         """
 
     @abstractmethod
@@ -228,13 +228,18 @@ def select_backend(engine: EngineConfig, model: ModelConfig) -> Backend:
     except DeviceError as exc:
         if engine.device != "auto":
             raise
-        return fall_back(engine, model, exc)
+        reason = str(exc)
+    # Here the exception is gone, and with it what it kept alive on the GPU.
+    return fall_back(engine, model, reason)
 
 
-def fall_back(engine: EngineConfig, model: ModelConfig, reason: DeviceError) -> Backend:
+def fall_back(engine: EngineConfig, model: ModelConfig, reason: str) -> Backend:
     """The NumPy backend in place of a GPU that can't be used, with a notice that says why."""
+    from samir_vllm.backends.cuda_probe import free_unused_memory
+
+    free_unused_memory()
     backend = _numpy_backend(engine, model)
-    why = re.sub(r"[,;] (or )?run with --device cpu$", "", str(reason))
+    why = re.sub(r"[,;] (or )?run with --device cpu$", "", reason)
     backend.notices.append(f"running on the CPU: {why}")
     return backend
 

@@ -7,6 +7,7 @@ being captured into a graph, and can't set a workspace. Knows no buffers and no 
 from __future__ import annotations
 
 import ctypes
+import weakref
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from samir_vllm.backends import cuda_probe
 from samir_vllm.backends.cuda_probe import one_line
 from samir_vllm.errors import DeviceError
 
-WORKSPACE_BYTES = 64 << 20  # as much as the reduction order was measured with (docs/performance.md)
+WORKSPACE_BYTES = 64 << 20  # as much as the reduction order was measured with
 
 # library_types.h and cublas_api.h
 _BF16, _FP32 = 14, 0
@@ -51,7 +52,7 @@ class Cublas:
             self._handle = cublas.create()
         except cublas.CUBLASError as exc:
             raise DeviceError(f"cuBLAS can't start: {one_line(exc)}; free memory on the GPU") from None
-        self._destroy = cublas.destroy
+        weakref.finalize(self, cublas.destroy, self._handle)
         self._workspace = workspace  # kept alive
         self._check(self._lib.cublasSetStream_v2(self._handle, stream.ptr))
         # After the stream: setting that resets the workspace.
@@ -98,9 +99,3 @@ class Cublas:
     def _check(self, status: int) -> None:
         if status != 0:
             raise DeviceError(f"cuBLAS failed with status {status}: see cublasStatus_t in its documentation")
-
-    def close(self) -> None:
-        """Destroy the handle."""
-        if self._handle:
-            self._destroy(self._handle)
-            self._handle = 0

@@ -33,7 +33,8 @@ UPLOAD_CHUNK_BYTES = 8 << 20
 ARGMAX_PARTS = 8  # blocks that share a row of logits
 QUERY_ROWS = 64  # of a block of paged_attention_prefill
 ELEMENTWISE_THREADS = 256
-CHECKED_ROWS = (1, 16, 64, 256)  # numbers of rows at which check_gemm_order looks
+CHECKED_ROWS = (1, 2, 4, 8, 16, 17, 32, 64, 100, 128, 200, 256, 512, 1024, 2048)
+"""Numbers of rows at which check_gemm_order looks: where libraries like to change their kernels."""
 NULL = np.uintp(0)  # a null pointer in a kernel's arguments
 
 
@@ -263,15 +264,15 @@ class CudaBackend(Backend):
 
     def _download(self, array: Any) -> np.ndarray:
         """A host copy of an array whose rows may lie apart."""
+        if array.flags.c_contiguous:
+            return array.get(stream=self.stream)
         host = np.empty(array.shape, array.dtype)
         runtime = cupy.cuda.runtime
-        width = array.nbytes // max(1, len(array))  # bytes of a row
-        pitch = array.strides[0] if array.ndim > 1 else width
-        if array.size:
-            runtime.memcpy2DAsync(
-                *(host.ctypes.data, width, array.data.ptr, pitch, width, len(array)),
-                *(runtime.memcpyDeviceToHost, self.stream.ptr),
-            )
+        width = array.nbytes // len(array)  # bytes of a row
+        runtime.memcpy2DAsync(
+            *(host.ctypes.data, width, array.data.ptr, array.strides[0], width, len(array)),
+            *(runtime.memcpyDeviceToHost, self.stream.ptr),
+        )
         self.stream.synchronize()
         return host
 
@@ -284,6 +285,7 @@ class CudaBackend(Backend):
             return max(0, int(0.9 * (self._free_memory() - to_come)))
 
     def allocate_kv_cache(self, num_pages: int, max_num_seqs: int, max_pages_per_seq: int) -> None:
+        self.stream.synchronize()  # a buffer of an earlier cache may still be read
         cfg = self.config
         remedy = "lower --kv-cache-mib"
         shape = (num_pages, 2, cfg.num_kv_heads, PAGE_SIZE, cfg.head_dim)
@@ -383,9 +385,10 @@ class CudaBackend(Backend):
 
     def _gather(self, table: Any, ids: Any, out: Any) -> Any:
         _check("a table", table, BF16, (None, self.config.hidden_size))
+        rows = _rows_of(out, len(ids))
         threads = min(256, -(-self.config.hidden_size // 256) * 32)
-        self._launch("embedding", (len(ids),), threads, (table, ids, out))
-        return out[: len(ids)]
+        self._launch("embedding", (len(ids),), threads, (table, ids, rows))
+        return rows
 
     def rmsnorm(self, x: Any, weight: Any) -> Any:
         return self._norm(x, weight, None, x.shape[0])
@@ -395,18 +398,17 @@ class CudaBackend(Backend):
         hidden, threads = self.config.hidden_size, cuda_compile.norm_threads(self.config)
         _check("a norm weight", weight, BF16, (hidden,))
         ids = NULL if row_ids is None else row_ids
+        out = _rows_of(self._normed, rows)
         if isinstance(x, PendingSum) and x.segments is not None:
             sizes = (np.int32(x.segments.shape[0]), np.int64(x.shape[0] * hidden))
-            self._launch(
-                "add_rmsnorm", (rows,), threads, (x.segments, *sizes, x.residual, ids, weight, self._normed)
-            )
+            self._launch("add_rmsnorm", (rows,), threads, (x.segments, *sizes, x.residual, ids, weight, out))
             if row_ids is None:
                 x.segments = None
         else:
             source = self.settle(x)
             _check("x", source, BF16, (None, hidden))
-            self._launch("rmsnorm", (rows,), threads, (source, ids, weight, self._normed))
-        return self._normed[:rows]
+            self._launch("rmsnorm", (rows,), threads, (source, ids, weight, out))
+        return out
 
     def settle(self, x: Any) -> Any:
         """The BF16 array of ``x``, what a `PendingSum` waits for added."""
@@ -503,6 +505,7 @@ class CudaBackend(Backend):
     def rope_kv_write(self, qkv: Any, layer_idx: int, inputs: CudaInputs) -> Any:
         tokens = len(inputs.token_ids)
         _check("qkv", qkv, BF16, (tokens, self._qkv_features))
+        q = _rows_of(self._q, tokens)
         args = (
             qkv,
             self._cos,
@@ -513,11 +516,11 @@ class CudaBackend(Backend):
             self.block_tables,
             np.int32(self.block_tables.shape[2]),
             np.int32(layer_idx),
-            self._q,
+            q,
             self.kv_cache,
         )
         self._launch("rope_kv_write", (tokens,), ELEMENTWISE_THREADS, args)
-        return self._q[:tokens]
+        return q
 
     def attention(self, q: Any, layer_idx: int, inputs: CudaInputs) -> Any:
         decodes = inputs.num_decodes
@@ -564,16 +567,17 @@ class CudaBackend(Backend):
     def silu_mul(self, gate_up: Any) -> Any:
         rows, width = gate_up.shape[0], self.config.intermediate_size
         _check("gate_up", gate_up, BF16, (None, 2 * width))
-        blocks = -(-width // (8 * ELEMENTWISE_THREADS))
-        self._launch("silu_mul", (blocks, rows), ELEMENTWISE_THREADS, (gate_up, self._mlp))
-        return self._mlp[:rows]
+        out = _rows_of(self._mlp, rows)
+        grid = (rows, -(-width // (8 * ELEMENTWISE_THREADS)))
+        self._launch("silu_mul", grid, ELEMENTWISE_THREADS, (gate_up, out))
+        return out
 
     def lm_head(self, x: Any, weight: Any) -> Any:
         _check_gemm(x, weight)
         _check("the LM head", weight, BF16, (self.config.vocab_size, self.config.hidden_size))
-        rows = x.shape[0]
-        self._gemm(x, padded_rows(weight), self._logits[:rows])
-        return self._logits[:rows, : self.config.vocab_size]
+        out = _rows_of(self._logits, x.shape[0])
+        self._gemm(x, padded_rows(weight), out)
+        return out[:, : self.config.vocab_size]
 
     def logits(self, x: Any, norm: Any, head: Any, inputs: CudaInputs) -> Any:
         return self.lm_head(self._norm(x, norm, inputs.logit_rows, len(inputs.logit_rows)), head)
@@ -582,16 +586,19 @@ class CudaBackend(Backend):
         rows, vocab_size = logits.shape
         if logits.dtype != np.float32 or vocab_size != self.config.vocab_size or logits.strides[1] != 4:
             raise InvariantError(f"logits are {logits.dtype} {logits.shape}, strides {logits.strides}")
+        ids = _rows_of(self._ids, rows)
         stride = np.int32(logits.strides[0] // 4)
-        args = (logits, stride, self._argmax_best, self._argmax_arrived, self._ids)
+        args = (logits, stride, self._argmax_best, self._argmax_arrived, ids)
         self._launch("argmax", (rows, ARGMAX_PARTS), ELEMENTWISE_THREADS, args)
-        return self._ids[:rows]
+        return ids
 
     def concat_rows(self, parts: Sequence[Any]) -> Any:
         return cupy.concatenate(parts)
 
     def check_gemm_order(self, matrices: Sequence[Any]) -> None:
-        wrong = [shape for weight in matrices if (shape := self._unordered(weight))]
+        wrong = [
+            shape for weight in matrices if (shape := self._unordered(weight, is_head=weight is matrices[-1]))
+        ]
         if not wrong:
             return
         self._ordered_gemm = self._batch_invariant
@@ -602,27 +609,27 @@ class CudaBackend(Backend):
         )
         self.notices.append(f"cuBLAS adds in an unknown order on this GPU ({', '.join(wrong)}): {instead}")
 
-    def _unordered(self, weight: Any) -> str | None:
+    def _unordered(self, weight: Any, *, is_head: bool) -> str | None:
         """The first shape at which cuBLAS and the ordered kernel differ in any bit, as text."""
-        is_head = weight.shape[0] == self.config.vocab_size
         matrix = padded_rows(weight) if is_head else weight
         features, depth = matrix.shape
         buffer = self._logits if is_head else self._linear
-        most = min(buffer.size // features, MAX_GEMM_ROWS)
-        checked = [rows for rows in CHECKED_ROWS if rows <= most]
-        rng = np.random.default_rng(0)
-        x = self.from_numpy(rng.standard_normal((max(checked), depth), np.float32).astype(ml_dtypes.bfloat16))
-        compared = min(16, max(checked))
-        want = self._allocate((compared, features), buffer.dtype, "a check", "free memory on the GPU")
+        most = buffer.size // features
+        x = self.from_numpy(_some_rows(CHECKED_ROWS[-1], depth))
+        # The last 16 rows are compared, each time behind others.
+        want = self._allocate((16, features), buffer.dtype, "a check", "free memory on the GPU")
         self._ordered_gemm = True
-        self._gemm(x[:compared], matrix, want)
+        self._gemm(x[-16:], matrix, want)
         self._ordered_gemm = False
         # The LM head gives FP32; the others BF16, at once (linear) or by way of FP32 (linear_add).
-        for rows, through_scratch in itertools.product(checked, [False] if is_head else [False, True]):
+        routes = [False] if is_head else [False, True]
+        for rows, through_scratch in itertools.product(CHECKED_ROWS, routes):
+            if rows > most:
+                break
             got = buffer.reshape(-1)[: rows * features].reshape(rows, features)
-            self._gemm(x[:rows], matrix, got, through_scratch=through_scratch)
-            n = min(rows, compared)
-            if self._count_differences(got[:n], want[:n]):
+            self._gemm(x[-rows:], matrix, got, through_scratch=through_scratch)
+            n = min(rows, 16)
+            if self._count_differences(got[-n:], want[-n:]):
                 return f"{rows} x {weight.shape[0]} x {depth}"
         return None
 
@@ -635,9 +642,25 @@ class CudaBackend(Backend):
 
 
 def gemm_segments(depth: int) -> int:
-    """Into how many equal segments, multiples of 16, the numerics contract cuts K, a multiple of 16."""
+    """Into how many equal segments, multiples of 16, the numerics contract cuts K, a multiple of 16.
+
+    Few for the sizes that models have; a K such as 2096 (16 times a prime) gives slow, tiny ones.
+    """
     least = -(-depth // SEGMENT_K)
     return next(s for s in range(least, depth + 1) if depth % s == 0 and depth // s % 16 == 0)
+
+
+def _some_rows(rows: int, width: int) -> np.ndarray:
+    """BF16 [rows, width] of both signs, from 1/8 to 2; quicker to make than normal numbers."""
+    bits = np.frombuffer(np.random.default_rng(0).bytes(2 * rows * width), np.uint16)
+    return (bits & np.uint16(0x81FF) | np.uint16(0x3E00)).reshape(rows, width).view(ml_dtypes.bfloat16)
+
+
+def _rows_of(buffer: Any, rows: int) -> Any:
+    """The first ``rows`` rows of a buffer that may be too small for them."""
+    if rows > len(buffer):
+        raise InvariantError(f"{rows} rows, but a buffer for {len(buffer)}")
+    return buffer[:rows]
 
 
 def padded_rows(weight: Any) -> Any:

@@ -132,7 +132,7 @@ def load_kernels(config: ModelConfig, max_shared_bytes: int) -> dict[str, Any]:
         except (cupy.cuda.compiler.CompileException, cupy.cuda.driver.CUDADriverError) as exc:
             raise DeviceError(
                 f"cuda_src/{stem}.cu can't be built: {one_line(exc, 600)}; "
-                "python -m samir_vllm doctor shows what is wrong"
+                "report it with what python -m samir_vllm doctor prints, or run with --device cpu"
             ) from None
     kernels["paged_attention_decode"].max_dynamic_shared_size_bytes = decode_shared_bytes(
         config, max_shared_bytes

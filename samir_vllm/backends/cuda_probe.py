@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import sys
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -263,12 +265,9 @@ def cublas_version() -> tuple[int, int, int]:
 
 def loaded_library(name: str) -> ctypes.CDLL:
     """The copy that is in this process already, and never a second one of another version."""
-    for major in (12, 13):
-        try:
-            return ctypes.CDLL(f"{name}.{major}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        except OSError:
-            continue
-    raise OSError(f"CuPy didn't load {name}")
+    # By CuPy's major version: another library may have brought another cuBLAS into the process.
+    major = _import_cupy().cuda.runtime.runtimeGetVersion() // 1000
+    return ctypes.CDLL(f"{name}.{major}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
 
 
 # GPUs
@@ -342,6 +341,15 @@ def _gpu(cupy: Any, index: int) -> Gpu:
         total_bytes=properties["totalGlobalMem"],
         max_shared_bytes=properties.get("sharedMemPerBlockOptin", 0),
     )
+
+
+def free_unused_memory() -> None:
+    """Give back what CuPy keeps of freed device memory, where CuPy was used at all."""
+    if "cupy" in sys.modules:
+        with suppress(
+            Exception
+        ):  # a courtesy to others: where the GPU doesn't answer there is nothing to give
+            sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
 
 
 # Sources and messages

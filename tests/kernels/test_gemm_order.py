@@ -83,7 +83,7 @@ def test_our_own_gemm_gives_the_same_bits(twins: Twins, monkeypatch: pytest.Monk
     own = fresh_backend(twins.config, batch_invariant=True)
     monkeypatch.setattr(own._cublas, "matmul", one_element_wrong(own._cublas.matmul))
     with own.active():
-        own.check_gemm_order([own.upload([qkv])])
+        own.check_gemm_order([own.upload([qkv]), own.upload([head])])
     own_twins = Twins.of(own)
     rows = 99
     rng = rng_for("own gemm")

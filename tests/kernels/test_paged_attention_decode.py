@@ -5,11 +5,14 @@ Whatever no sequence has written is NaN, or so large that one more term would sh
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from attention import attend, check, make_q
 from twins import (
     HEADS,
+    MANY_HEADS,
     POISON,
     Part,
     Twins,
@@ -93,3 +96,38 @@ def test_company_and_page_ids_change_no_bit(twins: Twins) -> None:
             )
         )
         assert_same_bits(alone, together[i : i + 1])
+
+
+@over(MANY_HEADS)
+def test_many_query_heads_to_a_kv_head(twins: Twins) -> None:
+    """Against the twin, and the rows of one prefill to the bit."""
+    rng = rng_for("many heads")
+    lengths = [1, 64, 257, 700]
+    pages = pages_with(twins.config, [make_kv(twins.config, n, rng) for n in lengths], rng, POISON["nan"])
+    check(twins, pages, decodes_of(lengths), make_q(twins, len(lengths), rng))
+    q = make_q(twins, 700, rng)
+    whole = twins.test(lambda b: attend(b, pages, make_batch([Part(3, 700)]), q))
+    for last in (0, 15, 63, 255, 256, 699):
+        batch = make_batch([Part(3, 1, last)], num_decodes=1)
+        row = twins.test(lambda b, batch=batch, last=last: attend(b, pages, batch, q[last : last + 1]))
+        assert_same_bits(row, whole[last : last + 1])
+
+
+@pytest.mark.gpu
+@over({name: HEADS[name] for name in ("ratio3_d128", "ratio8_d128")})
+def test_less_shared_memory_changes_no_bit(twins: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with 99 KiB a block (sm_86, 89, 120), where V comes into K's place."""
+    from samir_vllm.backends import cuda_probe
+    from samir_vllm.backends.cuda_backend import CudaBackend
+
+    gpu = cuda_probe.require_gpu(0)
+    small_gpu = replace(gpu, max_shared_bytes=99 << 10)
+    monkeypatch.setattr(cuda_probe, "require_gpu", lambda index: small_gpu)
+    small = Twins.of(CudaBackend(twins.config))
+    rng = rng_for("less shared memory")
+    lengths = [1, 64, 65, 255, 256, 257, 700]
+    pages = pages_with(twins.config, [make_kv(twins.config, n, rng) for n in lengths], rng, POISON["nan"])
+    batch, q = decodes_of(lengths), make_q(twins, len(lengths), rng)
+    check(small, pages, batch, q)
+    got = small.test(lambda b: attend(b, pages, batch, q))
+    assert_same_bits(got, twins.test(lambda b: attend(b, pages, batch, q)))

@@ -89,6 +89,12 @@ HEADS = {
 }
 """Each number of query heads to a KV head, with each head size."""
 
+MANY_HEADS = {
+    "ratio17_d64": small_config(ratio=17),
+    "ratio64_d128": small_config(ratio=64, head_dim=128),
+}
+"""More query heads to a KV head than one block of decode attention takes."""
+
 
 def over(configs: Mapping[str, ModelConfig]) -> pytest.MarkDecorator:
     """Runs a test on the twins of each config."""
