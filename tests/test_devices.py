@@ -80,7 +80,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     fake = SimpleNamespace(
         __version__="14.2.0",
         cuda=SimpleNamespace(
-            runtime=runtime, memory=memory, Device=machine.device, Stream=lambda non_blocking: nullcontext()
+            runtime=runtime,
+            driver=cupy.cuda.driver,
+            memory=memory,
+            Device=machine.device,
+            Stream=lambda non_blocking: nullcontext(),
         ),
         empty=no_memory,
         get_default_memory_pool=lambda: SimpleNamespace(free_bytes=lambda: GIB),
@@ -215,6 +219,17 @@ def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(cuda_probe, "check_headers", lambda: None)
     monkeypatch.setattr(cupy, "RawModule", Broken)
     assert_refused("cuda_src/embedding.cu can't be built", 'embedding.cu(7): error: identifier "x"', "doctor")
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_gpu_that_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever CUDA says, in one line: here that another process has the GPU for itself."""
+
+    def busy(*_: object) -> None:
+        raise CudaError("cudaErrorDevicesUnavailable")
+
+    monkeypatch.setattr(cuda_compile, "load_kernels", busy)
+    assert_refused("cuda:0 (", "can't be used: ", "see what else runs on it")
 
 
 @pytest.mark.usefixtures("machine")

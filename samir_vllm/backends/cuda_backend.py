@@ -21,6 +21,7 @@ import numpy as np
 from samir_vllm.backends import Backend, BatchArrays, cuda_compile, cuda_probe, rope_cos_sin
 from samir_vllm.backends.cublas import WORKSPACE_BYTES, Cublas
 from samir_vllm.backends.cuda_compile import KV_SPLIT
+from samir_vllm.backends.cuda_probe import one_line
 from samir_vllm.config import PAGE_SIZE, ModelConfig
 from samir_vllm.errors import DeviceError, InvariantError
 
@@ -157,10 +158,19 @@ class CudaBackend(Backend):
         self._uploaded_bytes = 0
         self._partials: tuple[Any, ...] = ()
         self._decode_shared_bytes = cuda_compile.decode_shared_bytes(config, self._gpu.max_shared_bytes)
+        try:
+            self._start()
+        except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, OSError) as exc:
+            raise DeviceError(
+                f"cuda:{device} ({self._gpu.name}) can't be used: {one_line(exc)}; "
+                "see what else runs on it, or run with --device cpu"
+            ) from None
+
+    def _start(self) -> None:
         with self._device:
             self.stream = cupy.cuda.Stream(non_blocking=True)
             with self.stream:
-                self._kernels = cuda_compile.load_kernels(config, self._gpu.max_shared_bytes)
+                self._kernels = cuda_compile.load_kernels(self.config, self._gpu.max_shared_bytes)
                 self._allocate_buffers()
                 self._cublas = Cublas(self.stream, self._workspace)
                 self.stream.synchronize()
