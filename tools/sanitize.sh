@@ -27,20 +27,24 @@ fi
 logs=${LOGS:-$(mktemp -d /tmp/sanitize.XXXXXX)}
 mkdir -p "$logs"
 
+# Racecheck doesn't follow the asynchronous copies of cuBLAS's Hopper kernels (nvjet...) and reports them.
+only_cublas_races() {
+    grep -q 'RACECHECK SUMMARY: ' "$1" && ! grep -E '^=+ .* passed.* in ' "$1" | grep -Eq 'failed|error' &&
+        ! grep -E 'Race reported|Internal Sanitizer Error|========= (Invalid|Uninit)' "$1" | grep -vq nvjet
+}
+
 status=0
 for tool in ${TOOLS:-memcheck racecheck initcheck synccheck}; do
     log=$logs/$tool.log
-    options=(--tool "$tool" --error-exitcode 99)
-    if [ "$tool" = racecheck ]; then  # it doesn't follow the asynchronous copies of cuBLAS's Hopper kernels
-        options+=(--kernel-name-exclude kernel_substring=nvjet)
-    fi
-    SAMIR_NO_POOL=1 "$sanitizer" "${options[@]}" \
+    SAMIR_NO_POOL=1 "$sanitizer" --tool "$tool" --error-exitcode 99 \
         "$python" -m pytest -p no:cacheprovider -v -m gpu "$@" >"$log" 2>&1
     code=$?
     passed=$(grep -Eo '[0-9]+ passed' "$log" | tail -1)
     # Skipped tests exit with 0 too, and a tool that never attached prints no summary.
     if [ $code -eq 0 ] && [ -n "$passed" ] && grep -q 'SUMMARY: 0 ' "$log"; then
         echo "$tool: clean, $passed"
+    elif [ $code -eq 99 ] && [ -n "$passed" ] && only_cublas_races "$log"; then
+        echo "$tool: clean, $passed (hazards in cuBLAS's own kernels alone)"
     else
         echo "$tool: NOT clean, status $code, ${passed:-nothing passed}; see $log"
         status=1
