@@ -37,7 +37,7 @@ def attend(backend: Any, first_page: int, qkv: np.ndarray) -> tuple[np.ndarray, 
 def test_far_pages_give_the_same_bits() -> None:
     from samir_vllm.backends.cuda_backend import CudaBackend
 
-    backend = CudaBackend(CONFIG)
+    backend = CudaBackend(CONFIG, max_logit_rows=TOKENS)
     width = (CONFIG.num_heads + 2 * CONFIG.num_kv_heads) * CONFIG.head_dim
     qkv = normal(rng_for("far pages"), TOKENS, width)
     with backend.active():
