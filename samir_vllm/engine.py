@@ -639,7 +639,13 @@ def _num_pages(config: EngineConfig, model_config: ModelConfig, backend: Backend
     layers = model_config.num_layers
     if config.kv_cache_mib == "auto":
         most = -(-_context(config, model_config) // PAGE_SIZE) * layers * config.max_num_seqs
-        return max(layers, min(most, backend.free_bytes() // page_bytes))
+        num_pages = min(most, backend.free_bytes() // page_bytes)
+        if num_pages < layers:
+            raise DeviceError(
+                f"too little memory is free for KV pages: {num_pages} of {page_bytes} bytes fit, but "
+                f"{layers} layers need one each; free memory or give --kv-cache-mib"
+            )
+        return num_pages
     num_pages = config.kv_cache_mib * 2**20 // page_bytes
     if num_pages < layers:
         raise OptionError(

@@ -319,6 +319,15 @@ def test_auto_falls_back_where_the_pages_do_not_fit(model_dir: Path, monkeypatch
         Engine(model_dir, device="cuda")
 
 
+def test_automatic_pages_want_room_for_one_a_layer(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    least = CONFIG.num_layers * CONFIG.page_bytes()
+    monkeypatch.setattr(NumpyBackend, "free_bytes", lambda self: least - 1)
+    with pytest.raises(DeviceError, match=r"2 of 8192 bytes fit, but 3 layers .*; free memory or give --kv-"):
+        Engine(model_dir, device="cpu", kv_cache_mib="auto")
+    monkeypatch.setattr(NumpyBackend, "free_bytes", lambda self: least)
+    assert Engine(model_dir, device="cpu", kv_cache_mib="auto").pool.num_pages == CONFIG.num_layers
+
+
 def test_unrounded_arithmetic_never_looks_at_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_probe, "driver_version", fail(AssertionError("it looked")))
     backend = select_backend(EngineConfig(device="auto", dtype="float32"), CONFIG)
