@@ -242,6 +242,11 @@ class EngineConfig:
         if type(self.batch_invariant) is not bool:
             raise OptionError(f"batch_invariant must be True or False, not {show(self.batch_invariant)}")
 
+    def context_len(self, model: ModelConfig) -> int:
+        """Tokens a sequence of this model may have, prompt and output."""
+        limit = model.max_position_embeddings
+        return limit if self.max_model_len is None else min(limit, self.max_model_len)
+
     @classmethod
     def from_options(cls, **options: Any) -> Self:
         """``EngineConfig(**options)``; for an unknown name, an ``OptionError`` that suggests the nearest."""

@@ -183,7 +183,7 @@ class Engine:
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.chat_format = chat_format
-        self.context_len = _context(config, model_config)
+        self.context_len = config.context_len(model_config)
         self.pool = PagePool(num_pages)
         page_bytes = model_config.page_bytes(itemsize=kv_itemsize)
         self.scheduler = Scheduler(
@@ -604,12 +604,6 @@ def _metrics(seq: Sequence, num_pages: int) -> RequestMetrics:
     )
 
 
-def _context(config: EngineConfig, model_config: ModelConfig) -> int:
-    """Tokens a sequence may have, prompt and output."""
-    limit = model_config.max_position_embeddings
-    return limit if config.max_model_len is None else min(limit, config.max_model_len)
-
-
 def _load(
     config: EngineConfig,
     model_config: ModelConfig,
@@ -626,7 +620,7 @@ def _load(
         num_pages=num_pages,
         max_num_seqs=config.max_num_seqs,
         max_pages_per_seq=min(
-            -(-_context(config, model_config) // PAGE_SIZE), num_pages // model_config.num_layers
+            -(-config.context_len(model_config) // PAGE_SIZE), num_pages // model_config.num_layers
         ),
         progress=progress,
     )
@@ -638,7 +632,7 @@ def _num_pages(config: EngineConfig, model_config: ModelConfig, backend: Backend
     page_bytes = model_config.page_bytes(itemsize=backend.kv_itemsize)
     layers = model_config.num_layers
     if config.kv_cache_mib == "auto":
-        most = -(-_context(config, model_config) // PAGE_SIZE) * layers * config.max_num_seqs
+        most = -(-config.context_len(model_config) // PAGE_SIZE) * layers * config.max_num_seqs
         num_pages = min(most, backend.free_bytes() // page_bytes)
         if num_pages < layers:
             raise DeviceError(

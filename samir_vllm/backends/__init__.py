@@ -22,6 +22,9 @@ import numpy as np
 from samir_vllm.config import PAGE_SIZE, EngineConfig, ModelConfig
 from samir_vllm.errors import DeviceError
 
+KV_SPLIT = 256
+"""KV tokens that one partial softmax covers, at absolute positions: the split of the numerics contract."""
+
 Array = Any
 """An array of the backend's own kind (NumPy or CuPy)."""
 
@@ -257,9 +260,7 @@ def _cuda_backend(engine: EngineConfig, model: ModelConfig) -> Backend:
     require_gpu(index)  # before CuPy is imported, where there is nothing to use it on
     from samir_vllm.backends.cuda_backend import CudaBackend
 
-    context = model.max_position_embeddings
-    if engine.max_model_len is not None:
-        context = min(context, engine.max_model_len)
+    context = engine.context_len(model)
     if engine.kv_cache_mib != "auto":  # a sequence can't be longer than the pool
         pages = engine.kv_cache_mib * 2**20 // model.page_bytes(itemsize=CudaBackend.kv_itemsize)
         context = min(context, pages // model.num_layers * PAGE_SIZE)

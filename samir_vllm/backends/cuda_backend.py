@@ -18,9 +18,8 @@ import cupyx
 import ml_dtypes
 import numpy as np
 
-from samir_vllm.backends import Backend, BatchArrays, cuda_compile, cuda_probe, rope_cos_sin
+from samir_vllm.backends import KV_SPLIT, Backend, BatchArrays, cuda_compile, cuda_probe, rope_cos_sin
 from samir_vllm.backends.cublas import WORKSPACE_BYTES, Cublas
-from samir_vllm.backends.cuda_compile import KV_SPLIT
 from samir_vllm.backends.cuda_probe import one_line
 from samir_vllm.config import PAGE_SIZE, ModelConfig
 from samir_vllm.errors import DeviceError, InvariantError
@@ -179,10 +178,6 @@ class CudaBackend(Backend):
     def active(self) -> Iterator[None]:
         with self._device, self.stream:
             yield
-
-    def synchronize(self) -> None:
-        """Wait for all work given to the device so far."""
-        self.stream.synchronize()
 
     # Memory
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from samir_vllm.backends import cuda_probe
-from samir_vllm.backends.cuda_probe import Unavailable, one_line
+from samir_vllm.backends import KV_SPLIT, cuda_probe
+from samir_vllm.backends.cuda_probe import CompileError, Unavailable, one_line
 from samir_vllm.config import PAGE_SIZE, ModelConfig
 from samir_vllm.errors import DeviceError
 
@@ -43,8 +43,7 @@ MAX_SHARED_BYTES = {
 """Shared memory that one block may ask for (CUDA C++ Programming Guide, "Technical Specifications")."""
 
 KV_TILE = 64
-KV_SPLIT = 256
-"""KV tokens of a tile and a split of attention; the same in ``attention.cuh``."""
+"""KV tokens of a tile of attention; ``attention.cuh`` has it too, and ``KV_SPLIT``."""
 
 DECODE_STATIC_BYTES = 10 << 10  # what paged_attention_decode has beside K and V, with room to spare
 
@@ -174,23 +173,13 @@ def compile_cubin(stem: str, config: ModelConfig, arch: str, max_shared_bytes: i
 
 def compile_source(source: str, name: str, arch: str, options: tuple[str, ...]) -> Compiled:
     """As `compile_cubin`, for any text."""
-    cuda_probe.nvrtc_version()
-    from cupy_backends.cuda.libs import nvrtc
-
-    program = nvrtc.createProgram(source, name, (), ())
+    # CuPy adds -ftz=true to what it compiles.
+    options = (*OPTIONS, *options, f"-arch={arch}", "-ftz=true", "--ptxas-options=-v")
     try:
-        # CuPy adds -ftz=true to what it compiles.
-        nvrtc.compileProgram(
-            program, (*OPTIONS, *options, f"-arch={arch}", "-ftz=true", "--ptxas-options=-v")
-        )
-        log = nvrtc.getProgramLog(program)
-        return Compiled(nvrtc.getCUBIN(program), _complaints(log), _resources(log))
-    except nvrtc.NVRTCError as exc:
-        raise DeviceError(
-            f"{name} doesn't compile for {arch}: {nvrtc.getProgramLog(program) or exc}"
-        ) from None
-    finally:
-        nvrtc.destroyProgram(program)
+        cubin, log = cuda_probe.run_nvrtc(source, name, options)
+    except CompileError as exc:
+        raise DeviceError(f"{name} doesn't compile for {arch}: {exc}") from None
+    return Compiled(cubin, _complaints(log), _resources(log))
 
 
 def _complaints(log: str) -> str:

@@ -38,6 +38,10 @@ class Unavailable(DeviceError):
         return f"{self.cause}; {self.remedy}"
 
 
+class CompileError(DeviceError):
+    """A source that the compiler refuses; the message is its log, of several lines."""
+
+
 @dataclass(frozen=True, slots=True)
 class CupyInstall:
     """The CuPy in use."""
@@ -208,17 +212,30 @@ def compile_test_kernel(arch: str = "sm_90") -> int:
     Raises:
         Unavailable: no compiler, one that fails, or no headers for CuPy.
     """
-    nvrtc = _nvrtc()
+    nvrtc_version()  # where there is no compiler, that comes before the headers
     check_headers()
-    program = nvrtc.createProgram(TEST_KERNEL, "twice.cu", (), ())
     try:
-        nvrtc.compileProgram(program, (f"-arch={arch}", "-std=c++17"))
-        return len(nvrtc.getCUBIN(program))
-    except Exception as exc:
-        log = one_line(nvrtc.getProgramLog(program)) or one_line(exc)
-        raise Unavailable(
-            f"NVRTC fails on a test kernel: {log}", _install("--force-reinstall nvidia-cuda-nvrtc-cu12")
-        ) from None
+        cubin, _ = run_nvrtc(TEST_KERNEL, "twice.cu", (f"-arch={arch}", "-std=c++17"))
+    except CompileError as exc:
+        remedy = _install("--force-reinstall nvidia-cuda-nvrtc-cu12")
+        raise Unavailable(f"NVRTC fails on a test kernel: {one_line(exc)}", remedy) from None
+    return len(cubin)
+
+
+def run_nvrtc(source: str, name: str, options: tuple[str, ...]) -> tuple[bytes, str]:
+    """(machine code, log) of a source; needs no GPU.
+
+    Raises:
+        Unavailable: no CuPy, or no compiler.
+        CompileError: with the log.
+    """
+    nvrtc = _nvrtc()
+    program = nvrtc.createProgram(source, name, (), ())
+    try:
+        nvrtc.compileProgram(program, options)
+        return nvrtc.getCUBIN(program), nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError as exc:
+        raise CompileError(nvrtc.getProgramLog(program).strip() or str(exc)) from None
     finally:
         nvrtc.destroyProgram(program)
 
@@ -346,9 +363,8 @@ def _gpu(cupy: Any, index: int) -> Gpu:
 def free_unused_memory() -> None:
     """Give back what CuPy keeps of freed device memory, where CuPy was used at all."""
     if "cupy" in sys.modules:
-        with suppress(
-            Exception
-        ):  # a courtesy to others: where the GPU doesn't answer there is nothing to give
+        # A courtesy to others: where the GPU doesn't answer there is nothing to give.
+        with suppress(Exception):
             sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
 
 

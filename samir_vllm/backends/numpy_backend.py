@@ -13,12 +13,9 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from samir_vllm.backends import Backend, BatchArrays, rope_cos_sin
+from samir_vllm.backends import KV_SPLIT, Backend, BatchArrays, rope_cos_sin
 from samir_vllm.backends.host_memory import host_memory
 from samir_vllm.config import NAN_TOKEN, PAGE_SIZE, ModelConfig
-
-KV_SPLIT = 256
-"""KV tokens that one partial softmax covers, at absolute positions: the split of the numerics contract."""
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
