@@ -18,9 +18,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from test_config import LLAMA32_1B
 
 from samir_vllm import weights as weights_module
-from samir_vllm.config import ModelConfig, RopeScaling
+from samir_vllm.config import ModelConfig
 from samir_vllm.errors import WeightsError
 from samir_vllm.weights import expected_tensors, open_weights
 
@@ -187,20 +188,7 @@ def test_metadata_and_padding_are_allowed(tmp_path: Path) -> None:
 
 
 def test_llama_32_1b_is_mapped_not_read(tmp_path: Path) -> None:
-    config = ModelConfig(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_layers=16,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=64,
-        vocab_size=128256,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192),
-        tie_word_embeddings=True,
-    )
+    config = ModelConfig.from_dict(LLAMA32_1B)
     header, end = {}, 0
     for name, shape in expected_tensors(config).items():
         start, end = end, end + 2 * math.prod(shape)
