@@ -1,6 +1,7 @@
 """Exceptions a user may meet; each message is one line that names the cause and the remedy.
 
-The command line prints that line and exits with status 2. Knows nothing of the rest of the package.
+The command line prints that line of a ``SamirVllmError`` and exits with status 2. Knows nothing of the rest of
+the package.
 """
 
 
@@ -44,5 +45,8 @@ class DownloadError(SamirVllmError):
     """A model that couldn't be fetched or converted."""
 
 
-class InvariantError(SamirVllmError, AssertionError):
-    """An internal audit failed (a leaked or doubly owned page): a bug of ours, never the user's."""
+class InvariantError(AssertionError):
+    """An internal audit failed (a leaked or doubly owned page): a bug of ours, never the user's.
+
+    No ``SamirVllmError``, so that nobody takes it for a mistake of the user's: it keeps its traceback.
+    """

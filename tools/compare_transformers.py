@@ -27,7 +27,7 @@ from samir_vllm.backends import select_backend
 from samir_vllm.backends.cuda_probe import free_unused_memory
 from samir_vllm.batch import build_batch
 from samir_vllm.config import EngineConfig, ModelConfig
-from samir_vllm.errors import InvariantError, OptionError, SamirVllmError
+from samir_vllm.errors import OptionError, SamirVllmError
 from samir_vllm.llama import forward
 from samir_vllm.model_runner import ModelRunner
 from samir_vllm.sequence import ScheduledStep, Sequence
@@ -173,8 +173,6 @@ def main(argv: list[str] | None = None) -> int:
             args.json.write_text(
                 json.dumps({"passed": passes(rows), "rows": [row._asdict() for row in rows]}, indent=2) + "\n"
             )
-    except InvariantError:
-        raise  # a bug of ours, with its traceback
     except (SamirVllmError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
