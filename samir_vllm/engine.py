@@ -22,7 +22,7 @@ from typing import Any, Protocol, overload
 
 import numpy as np
 
-from samir_vllm.backends import Backend, fall_back, select_backend
+from samir_vllm.backends import Backend, begin_context, fall_back, select_backend
 from samir_vllm.chat import ChatFormat, load_chat_format
 from samir_vllm.config import PAGE_SIZE, EngineConfig, ModelConfig
 from samir_vllm.errors import DeviceError, InvariantError, OptionError, RequestError
@@ -32,6 +32,7 @@ from samir_vllm.page_pool import PagePool
 from samir_vllm.sampling import SamplingParams
 from samir_vllm.scheduler import Scheduler
 from samir_vllm.sequence import FinishReason, ScheduledStep, Sequence
+from samir_vllm.timing import StartupTimes
 from samir_vllm.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from samir_vllm.weights import open_weights
 
@@ -125,16 +126,19 @@ class Engine:
             SamirVllmError: any of its kinds; the message names cause and remedy.
         """
         config = EngineConfig.from_options(**options)
-        self.model_dir: Path = resolve_model(None if model is None else os.fspath(model))
-        model_config = ModelConfig.from_dir(self.model_dir)
-        tokenizer = load_tokenizer(self.model_dir)
-        chat_format = load_chat_format(self.model_dir, tokenizer)
-        weights = open_weights(self.model_dir, model_config)
+        self.startup_times = times = StartupTimes()
+        context = begin_context(config)  # the driver needs a while
+        with times.stage("config, tokenizer"):
+            self.model_dir: Path = resolve_model(None if model is None else os.fspath(model))
+            model_config = ModelConfig.from_dir(self.model_dir)
+            tokenizer = load_tokenizer(self.model_dir)
+            chat_format = load_chat_format(self.model_dir, tokenizer)
+            weights = open_weights(self.model_dir, model_config)
         report = progress or (lambda done, total: None)
         load = partial(
-            _load, config, model_config, weights, lambda done: report(done, model_config.num_layers)
+            _load, config, model_config, weights, lambda done: report(done, model_config.num_layers), times
         )
-        backend = select_backend(config, model_config)
+        backend = select_backend(config, model_config, context=context, times=times)
         refusal: str | None = None
         try:
             runner, num_pages = load(backend)
@@ -144,6 +148,8 @@ class Engine:
             refusal = str(exc)
         if refusal is not None:  # here the exception is gone, and with it what it kept alive on the GPU
             del backend
+            if context is not None:
+                context.release()
             backend = fall_back(config, model_config, refusal)
             runner, num_pages = load(backend)
         self.backend_name = backend.name
@@ -166,6 +172,7 @@ class Engine:
         engine.model_dir = Path()
         engine.backend_name = "custom"
         engine.notices = []
+        engine.startup_times = StartupTimes()
         engine._assemble(config, model_config, tokenizer, chat_format, runner, num_pages, 2)
         return engine
 
@@ -609,6 +616,7 @@ def _load(
     model_config: ModelConfig,
     weights: Mapping[str, np.ndarray],
     progress: Callable[[int], None],
+    times: StartupTimes,
     backend: Backend,
 ) -> tuple[ModelRunner, int]:
     """A runner on a backend, and the number of its pages."""
@@ -623,6 +631,7 @@ def _load(
             -(-config.context_len(model_config) // PAGE_SIZE), num_pages // model_config.num_layers
         ),
         progress=progress,
+        times=times,
     )
     return runner, num_pages
 

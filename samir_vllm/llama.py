@@ -59,28 +59,28 @@ def load_weights(
     def up(*names: str) -> Array:
         return backend.upload([tensors[name] for name in names])
 
-    layers = []
-    for i in range(config.num_layers):
+    def layer(i: int) -> LayerWeights:
         p = f"model.layers.{i}."
         attn, mlp = p + "self_attn.", p + "mlp."
-        layers.append(
-            LayerWeights(
-                input_norm=up(p + "input_layernorm.weight"),
-                qkv_proj=up(attn + "q_proj.weight", attn + "k_proj.weight", attn + "v_proj.weight"),
-                o_proj=up(attn + "o_proj.weight"),
-                post_attention_norm=up(p + "post_attention_layernorm.weight"),
-                gate_up_proj=up(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-                down_proj=up(mlp + "down_proj.weight"),
-            )
+        weights = LayerWeights(
+            input_norm=up(p + "input_layernorm.weight"),
+            qkv_proj=up(attn + "q_proj.weight", attn + "k_proj.weight", attn + "v_proj.weight"),
+            o_proj=up(attn + "o_proj.weight"),
+            post_attention_norm=up(p + "post_attention_layernorm.weight"),
+            gate_up_proj=up(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
+            down_proj=up(mlp + "down_proj.weight"),
         )
         progress(i + 1)
-    embed_tokens = up("model.embed_tokens.weight")
-    return LlamaWeights(
-        embed_tokens=embed_tokens,
-        layers=layers,
-        norm=up("model.norm.weight"),
-        lm_head=embed_tokens if config.tie_word_embeddings else up("lm_head.weight"),
-    )
+        return weights
+
+    with backend.uploading():
+        embed_tokens = up("model.embed_tokens.weight")
+        return LlamaWeights(
+            embed_tokens=embed_tokens,
+            layers=[layer(i) for i in range(config.num_layers)],
+            norm=up("model.norm.weight"),
+            lm_head=embed_tokens if config.tie_word_embeddings else up("lm_head.weight"),
+        )
 
 
 def gemm_shapes(weights: LlamaWeights) -> list[Array]:

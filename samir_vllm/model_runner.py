@@ -14,6 +14,7 @@ from samir_vllm.batch import build_batch
 from samir_vllm.config import ModelConfig
 from samir_vllm.llama import forward, gemm_shapes, load_weights
 from samir_vllm.sequence import ScheduledStep
+from samir_vllm.timing import StartupTimes
 
 
 class ModelRunner:
@@ -29,6 +30,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_pages_per_seq: int,
         progress: Callable[[int], None] = lambda done: None,
+        times: StartupTimes | None = None,
     ) -> None:
         """Load the weights and make the pages.
 
@@ -40,13 +42,19 @@ class ModelRunner:
             max_num_seqs: rows of the block tables.
             max_pages_per_seq: their width.
             progress: called with the number of layers loaded.
+            times: where the stages of the start are booked.
         """
         self.backend = backend
         self.config = config
+        times = times or StartupTimes()
         with backend.active():
             # Pages first: where memory doesn't suffice it shows before the long part.
-            backend.allocate_kv_cache(num_pages, max_num_seqs, max_pages_per_seq)
-            self.weights = load_weights(backend, config, tensors, progress)
+            with times.stage("KV pages"):
+                backend.allocate_kv_cache(num_pages, max_num_seqs, max_pages_per_seq)
+            with times.stage("weights") as stage:
+                self.weights = load_weights(backend, config, tensors, progress)
+            nbytes = 2 * config.num_parameters
+            stage.detail = f"{nbytes / 1e6:,.0f} MB, {nbytes / stage.seconds / 1e9:.1f} GB/s"
             backend.check_gemm_order(gemm_shapes(self.weights))
 
     def run(self, step: ScheduledStep) -> list[int]:

@@ -19,7 +19,6 @@ GOLDEN = Path(__file__).parent / "golden"
 TINY = GOLDEN / "tiny-llama3"
 SLOT_PAGES = (45, 8, 6, 6)
 """Pages of each layer that the four slots of the block tables have."""
-BF16_NAN = 0x7FC0
 """Bits of a NaN in the uint16 arrays that hold BF16 on the GPU."""
 
 
@@ -74,7 +73,10 @@ def fresh_pages(model: Model, seed: int = 0) -> None:
     pages = np.random.default_rng(seed).permutation(num_pages).astype(np.int32)
     with backend.active():
         backend.allocate_kv_cache(num_pages, len(SLOT_PAGES), max(SLOT_PAGES) + 2)
-        backend.kv_cache[...] = BF16_NAN if backend.kv_cache.dtype == np.uint16 else np.nan
+        if isinstance(backend.kv_cache, np.ndarray):
+            backend.kv_cache[...] = np.nan
+        else:
+            backend.kv_cache.data.memset_async(0xFF, backend.kv_cache.nbytes, backend.stream)
         start = 0
         for slot, count in enumerate(SLOT_PAGES):
             backend.set_block_table(slot, pages[start : start + layers * count].reshape(layers, count))

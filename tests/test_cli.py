@@ -125,6 +125,19 @@ def test_version_and_help() -> None:
 
 
 @pytest.mark.demo
+def test_timing_adds_up(demo: list[str]) -> None:
+    """A line for each stage on standard error, and the first line is their sum."""
+    status, out, err = cli("generate", "Hi", "1", "--raw", "--quiet", "--timing", *demo)
+    assert status == 0
+    assert out.count("\n") == 1
+    first, *lines = err.splitlines()
+    assert first.endswith(" s from process start to first token")
+    stages = {line.split(" s  ")[1].split(" (")[0]: float(line.split()[0]) for line in lines}
+    assert {"Python, imports", "config, tokenizer", "weights", "prompt to first token"} <= stages.keys()
+    assert sum(stages.values()) == pytest.approx(float(first.split()[0]), abs=0.02)
+
+
+@pytest.mark.demo
 def test_generate_streams_the_answer_and_its_figures(demo: list[str]) -> None:
     status, out, err = cli("generate", CAPITAL, *demo)
     assert status == 0

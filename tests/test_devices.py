@@ -23,7 +23,7 @@ from test_doctor import CudaError, add_model
 from harness import TINY
 from samir_vllm import Engine, EngineConfig
 from samir_vllm.__main__ import main
-from samir_vllm.backends import cuda_compile, cuda_probe, select_backend
+from samir_vllm.backends import begin_context, cuda_compile, cuda_probe, select_backend
 from samir_vllm.backends.numpy_backend import NumpyBackend
 from samir_vllm.config import ModelConfig
 from samir_vllm.errors import DeviceError
@@ -58,7 +58,7 @@ class Machine:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     """Fakes below `cuda_probe` and in place of the ``cupy`` of `cuda_backend`; memory can't be allocated."""
     cupy = pytest.importorskip("cupy")
     from samir_vllm.backends import cuda_backend
@@ -95,6 +95,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     )
     monkeypatch.setattr(cuda_probe, "_import_cupy", lambda: fake)
     monkeypatch.setattr(cuda_backend, "cupy", fake)
+    monkeypatch.setenv("SAMIR_VLLM_CACHE_DIR", str(tmp_path / "cache"))  # with no kernel in it
     return machine
 
 
@@ -205,19 +206,15 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("machine")
 def test_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    import cupy
+    log = 'embedding.cu(7): error: identifier "x" is undefined\n\n1 error detected'
 
-    class Broken:
-        def __init__(self, *, code: str, backend: str, options: tuple[str, ...]) -> None:
-            self.code, self.options = code, options
-
-        def compile(self) -> None:
-            log = 'embedding.cu(7): error: identifier "x" is undefined\n\n1 error detected'
-            raise cupy.cuda.compiler.CompileException(log, self.code, "embedding.cu", self.options)
+    def run_nvrtc(source: str, name: str, options: tuple[str, ...]) -> tuple[bytes, str]:
+        if name == "embedding.cu":
+            raise cuda_probe.CompileError(log)
+        return b"machine code", ""
 
     monkeypatch.setattr(cuda_probe, "nvrtc_version", lambda: (12, 9))
-    monkeypatch.setattr(cuda_probe, "check_headers", lambda: None)
-    monkeypatch.setattr(cupy, "RawModule", Broken)
+    monkeypatch.setattr(cuda_probe, "run_nvrtc", run_nvrtc)
     assert_refused("cuda_src/embedding.cu can't be built", 'embedding.cu(7): error: identifier "x"', "doctor")
 
 
@@ -235,7 +232,8 @@ def test_a_gpu_that_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("machine")
 def test_no_room_for_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What CuPy's pool keeps is free too: 3 GiB and 1 GiB."""
-    monkeypatch.setattr(cuda_compile, "load_kernels", lambda *_: {})
+    loaded = cuda_compile.LoadedKernels({}, 0, len(cuda_compile.STEMS), 0.0, 0.0)
+    monkeypatch.setattr(cuda_compile, "load_kernels", lambda *_: loaded)
     options: dict[str, Any] = {"max_batched_tokens": 2**20 - 8, "max_num_seqs": 8}
     needed = 2**20 * CONFIG.hidden_size * 2 >> 20  # the first buffer: hidden states in BF16
     with pytest.raises(DeviceError) as caught:
@@ -263,6 +261,61 @@ def test_no_room_for_pages_or_weights() -> None:
     )
     with pytest.raises(DeviceError, match="a weight needs 2 MiB, 4,096 MiB are free; "):
         backend.upload([np.zeros((1024, 512), np.uint16)] * 2)
+
+
+# The context that is made early
+
+
+class Driver:
+    """A libcuda.so.1 with one GPU; notes the calls."""
+
+    def __init__(self, refuses: str = "") -> None:
+        self.refuses = refuses
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def call(*_: object) -> int:
+            self.calls.append(name)
+            return 3 if name == self.refuses else 0
+
+        return call
+
+
+def test_early_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    context = begin_context(EngineConfig(device="cuda"))
+    assert context is not None
+    context.wait()
+    assert context.seconds is not None
+    assert driver.calls == ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
+    context.release()
+    context.release()
+    assert driver.calls[3:] == ["cuDevicePrimaryCtxRelease_v2"]
+
+
+@pytest.mark.parametrize("refuses", ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"])
+def test_an_early_context_that_fails_is_silent(monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
+    driver = Driver(refuses)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    context = begin_context(EngineConfig(device="auto"))
+    assert context is not None
+    context.release()
+    assert context.seconds is None
+    assert driver.calls[-1] == refuses
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_auto_gives_the_early_context_back(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    assert Engine(model_dir).backend_name == "numpy"
+    assert driver.calls[-1] == "cuDevicePrimaryCtxRelease_v2"
+
+
+def test_the_cpu_asks_for_no_context() -> None:
+    assert begin_context(EngineConfig(device="cpu")) is None
+    assert begin_context(EngineConfig(device="auto", dtype="float32")) is None
 
 
 # What the user sees
@@ -309,7 +362,7 @@ def test_auto_falls_back_where_the_pages_do_not_fit(model_dir: Path, monkeypatch
         def allocate_kv_cache(self, num_pages: int, max_num_seqs: int, max_pages_per_seq: int) -> None:
             raise DeviceError("out of memory: the KV cache needs 2 MiB, 1 MiB are free; lower --kv-cache-mib")
 
-    monkeypatch.setattr("samir_vllm.backends._cuda_backend", lambda engine, model: Small(model))
+    monkeypatch.setattr("samir_vllm.backends._cuda_backend", lambda engine, model, *_: Small(model))
     engine = Engine(model_dir)
     assert engine.backend_name == "numpy"
     [notice] = engine.notices

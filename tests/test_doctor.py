@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ from test_tokenize_cli import write_tokenizer
 
 from samir_vllm import hub
 from samir_vllm.backends import cuda_probe
+from samir_vllm.backends.cuda_cache import Cache
 from samir_vllm.backends.cuda_probe import CupyInstall, Gpu, Unavailable
 from samir_vllm.extras import doctor
 
@@ -27,6 +27,7 @@ ROOT = Path(__file__).parent.parent
 TINY = ROOT / "tests" / "golden" / "tiny-llama3"
 GIB = 2**30
 H200 = Gpu(0, "NVIDIA H200", (9, 0), 132, 138 * GIB, 140 * GIB)
+needs_cupy = pytest.mark.skipif(cuda_probe.cuda_major() is None, reason="CuPy is not installed")
 T4 = Gpu(1, "Tesla T4", (7, 5), 40, 14 * GIB, 15 * GIB)
 
 
@@ -75,6 +76,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     }
     for name, answer in answers.items():
         answer_with(monkeypatch, name, answer)
+    monkeypatch.setenv("SAMIR_VLLM_CACHE_DIR", str(tmp_path / "kernels"))
 
 
 def answer_with(monkeypatch: pytest.MonkeyPatch, name: str, answer: Any) -> None:
@@ -123,6 +125,7 @@ def test_text_has_the_rows_of_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer_with(monkeypatch, "driver_version", Unavailable("no driver here", "get a driver"))
+    monkeypatch.setattr(doctor, "host_memory", lambda: (2 * doctor.GIB, 4 * doctor.GIB))  # else it moves
     _, _, rows = look(capsys)
     status, text = run(capsys)
     assert status == 0
@@ -219,6 +222,26 @@ def test_a_missing_or_broken_package_stops_everything(
     assert ("--force-reinstall" in rows["ml-dtypes"]["remedy"]) == (error is not None)
 
 
+@pytest.mark.usefixtures("tiny", "cuda")
+def test_the_kernel_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "kernels"
+    _, _, rows = look(capsys)
+    assert rows["kernel cache"]["found"] == f"{folder}: 0 entries, 0.0 MiB"
+    assert not folder.exists()
+    for name in "ab":
+        Cache(folder).write(name, "key", "cubin", bytes(2**20))
+    _, _, rows = look(capsys)
+    assert rows["kernel cache"]["found"] == f"{folder}: 2 entries, 2.0 MiB"
+    monkeypatch.setenv("SAMIR_VLLM_CACHE_DIR", str(tmp_path / "models" / hub.DEFAULT_MODEL / "config.json"))
+    status, devices, rows = look(capsys)
+    assert (status, devices) == (0, ["cpu", "cuda"])
+    assert rows["kernel cache"]["status"] == "warning"
+    assert "can't be written (Not a directory)" in rows["kernel cache"]["found"]
+    assert "SAMIR_VLLM_CACHE_DIR" in rows["kernel cache"]["remedy"]
+
+
 # Models
 
 
@@ -285,11 +308,10 @@ def test_host_memory_heeds_the_container(tmp_path: Path) -> None:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts distributions (and no others) where ``importlib.metadata`` looks."""
+    """Puts distributions (and no others) where they are looked for."""
     site = tmp_path / "site"
     site.mkdir()
-    real = metadata.distributions
-    monkeypatch.setattr(cuda_probe.metadata, "distributions", lambda: real(path=[str(site)]))
+    monkeypatch.setattr(cuda_probe, "_search_path", lambda: [str(tmp_path / "nothing"), str(site)])
 
     def add(name: str) -> None:
         info = site / f"{name.replace('-', '_')}-14.0.dist-info"
@@ -398,6 +420,78 @@ def test_broken_cupy_is_rows_not_a_traceback(tmp_path: Path, error: str) -> None
         assert "--force-reinstall cupy-cuda" in rows[name]["remedy"]
 
 
+@pytest.fixture
+def homes(tmp_path: Path) -> dict[str, dict[str, str]]:
+    """What HOME may be like, by name."""
+    (tmp_path / "file").touch()
+    (tmp_path / "locked" / ".cupy").mkdir(parents=True)
+    (tmp_path / "locked" / ".cupy" / "kernel_cache").touch()  # a file there stops root too
+    return {
+        "usable": {"HOME": str(tmp_path)},
+        "a file": {"HOME": str(tmp_path / "file")},
+        "locked": {"HOME": str(tmp_path / "locked")},
+        "below a file": {"HOME": str(tmp_path / "file" / "home")},
+        "not there": {"HOME": "/proc/nobody"},  # where nobody can make it
+        "unset": {},
+        "a cache that can't be": {"HOME": str(tmp_path), "CUPY_CACHE_DIR": str(tmp_path / "file" / "x")},
+        "no cache": {"HOME": str(tmp_path), "CUPY_CACHE_DIR": ""},
+    }
+
+
+IMPORT = """
+import os
+from samir_vllm.backends import cuda_probe
+before = dict(os.environ)
+if UNKNOWN_USER:
+    os.path.expanduser = lambda path: path
+cuda_probe._import_cupy()
+from cupy.cuda import compiler
+assert dict(os.environ) == before
+print(compiler._kernel_cache_backend._cache_dir)
+assert os.path.isdir(compiler._kernel_cache_backend._cache_dir)
+"""
+
+
+def import_cupy(variables: dict[str, str], cwd: Path, unknown_user: bool = False) -> str:
+    """Imports CuPy in a process with only these variables; returns where its cache went."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT.replace("UNKNOWN_USER", str(unknown_user))],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "TMPDIR": str(cwd)} | variables,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.strip()
+
+
+@needs_cupy
+@pytest.mark.parametrize(
+    "home", ["a file", "locked", "below a file", "not there", "a cache that can't be", "no cache"]
+)
+def test_cupy_imports_whatever_the_home_is_like(
+    homes: dict[str, dict[str, str]], tmp_path: Path, home: str
+) -> None:
+    """CuPy alone would fail; the folder it gets instead goes with the process."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    assert import_cupy(homes[home], folder).startswith(str(folder / "cupy-"))
+    assert list(folder.iterdir()) == []
+
+
+@needs_cupy
+def test_a_usable_home_stays_cupys(homes: dict[str, dict[str, str]], tmp_path: Path) -> None:
+    assert import_cupy(homes["usable"], tmp_path) == str(tmp_path / ".cupy" / "kernel_cache")
+    import_cupy(homes["unset"], tmp_path)  # the user's own home, or a temporary folder where there is none
+
+
+@needs_cupy
+def test_a_user_that_the_system_does_not_know(tmp_path: Path) -> None:
+    """CuPy alone would make a folder named ``~`` here."""
+    assert import_cupy({}, tmp_path, unknown_user=True).startswith(str(tmp_path / "cupy-"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_unavailable_survives_pickling() -> None:
     import pickle
 
@@ -452,9 +546,6 @@ def test_driver_must_serve_the_major_version() -> None:
 # Compiler
 
 
-needs_cupy = pytest.mark.skipif(cuda_probe.cuda_major() is None, reason="CuPy is not installed")
-
-
 @needs_cupy
 def test_the_compiler_works_without_a_gpu() -> None:
     assert cuda_probe.nvrtc_version()[0] == cuda_probe.cuda_major()
@@ -470,25 +561,87 @@ def test_compile_failure_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in str(caught.value)
 
 
+LIBRARY = "nvidia/cuda_nvrtc/lib/libnvrtc.so.12"
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Two places of packages, the first with a compiler; no library is loaded."""
+    folders = [tmp_path / "venv", tmp_path / "user"]
+    for folder in folders:
+        (folder / LIBRARY).parent.mkdir(parents=True)
+    (folders[0] / LIBRARY).write_bytes(b"12.9.86")
+    (folders[0] / LIBRARY).with_name("libnvrtc.alt.so.12").touch()
+    (folders[0] / LIBRARY).with_name("libnvrtc-builtins.so.12.9").touch()
+    monkeypatch.setattr(cuda_probe, "_mapped_files", lambda name: set())
+    monkeypatch.setattr(cuda_probe.site, "getsitepackages", lambda: [str(folders[0])])
+    monkeypatch.setattr(cuda_probe.site, "getusersitepackages", lambda: str(folders[1]))
+    monkeypatch.setattr(cuda_probe.site, "ENABLE_USER_SITE", True)
+    monkeypatch.setattr(cuda_probe, "nvrtc_version", lambda: pytest.fail("the library was loaded"))
+    return folders
+
+
+def test_the_compilers_build_is_known_unloaded(wheels: list[Path]) -> None:
+    first = cuda_probe.nvrtc_build()
+    assert first == cuda_probe.nvrtc_build()
+    (wheels[0] / LIBRARY).write_bytes(b"12.9.861")
+    second = cuda_probe.nvrtc_build()
+    os.utime(wheels[0] / LIBRARY, (1, 1))  # another of the same size
+    assert len({first, second, cuda_probe.nvrtc_build()}) == 3
+
+
+@pytest.mark.parametrize("wheels_with_it", [0, 2])
+def test_where_it_is_not_clear_the_compiler_is_loaded(
+    wheels: list[Path], monkeypatch: pytest.MonkeyPatch, wheels_with_it: int, tmp_path: Path
+) -> None:
+    if wheels_with_it == 0:
+        (wheels[0] / LIBRARY).unlink()
+    else:
+        (wheels[1] / LIBRARY).write_bytes(b"12.4")
+    toolkit = tmp_path / "libnvrtc.so.13.0.48"
+    toolkit.write_bytes(b"of a toolkit")
+    loaded: set[str] = set()
+
+    def load() -> tuple[int, int]:
+        loaded.add(str(toolkit))
+        return 13, 0
+
+    monkeypatch.setattr(cuda_probe, "_mapped_files", lambda name: loaded)
+    monkeypatch.setattr(cuda_probe, "nvrtc_version", load)
+    assert cuda_probe.nvrtc_build().startswith("libnvrtc.so.13.0.48 12 ")
+
+
+def test_a_compiler_that_is_loaded_counts(wheels: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever loaded it: CuPy takes what is there."""
+    other = wheels[1] / "libnvrtc.so.12.4.99"
+    other.write_bytes(b"12.4")
+    loaded = {str(other)}
+    monkeypatch.setattr(cuda_probe, "_mapped_files", lambda name: loaded)
+    build = cuda_probe.nvrtc_build()
+    assert build.startswith("libnvrtc.so.12.4.99 4 ")
+    loaded.add(str(wheels[0] / LIBRARY))
+    assert cuda_probe.nvrtc_build() != build
+    # Replaced on disk since: what did the work can't be told, so it is like no other.
+    loaded.add("/gone/libnvrtc.so.12 (deleted)")
+    assert cuda_probe.nvrtc_build() != cuda_probe.nvrtc_build()
+
+
 @needs_cupy
-@pytest.mark.parametrize(
-    ("major", "remedy"),
-    [(12, "pip install nvidia-cuda-runtime-cu12"), (13, 'pip install "cupy-cuda13x[ctk]"')],
-)
-def test_cupy_without_headers(monkeypatch: pytest.MonkeyPatch, major: int, remedy: str) -> None:
-    """CuPy then refuses every RawModule, whatever its source includes."""
-
-    def refuse(options: tuple[str, ...]) -> None:
-        raise RuntimeError("Failed to find CUDA headers.")
-
-    from cupy._core import core
-
-    assert core.assemble_cupy_compiler_options(())  # the name is CuPy's own affair
-    monkeypatch.setattr(core, "assemble_cupy_compiler_options", refuse)
-    answer_with(monkeypatch, "cuda_major", major)
-    with pytest.raises(Unavailable, match="compiles nothing: Failed to find CUDA headers") as caught:
-        cuda_probe.compile_test_kernel()
-    assert caught.value.remedy == remedy
+def test_the_guess_is_what_cupy_loads() -> None:
+    """A real process: the build told before the library is loaded, and after."""
+    code = """
+from samir_vllm.backends import cuda_probe
+before = cuda_probe.nvrtc_build()
+assert before == cuda_probe.nvrtc_build()
+guessed = cuda_probe._nvrtc_of_a_wheel()
+assert bool(cuda_probe._mapped_files("libnvrtc.so")) == (not guessed)
+cuda_probe.nvrtc_version()
+assert cuda_probe._mapped_files("libnvrtc.so")
+assert cuda_probe.nvrtc_build() == before, before
+"""
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stderr == ""
 
 
 @needs_cupy

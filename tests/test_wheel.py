@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -79,20 +79,45 @@ def test_wheel_answers_from_a_clean_environment(site: Path, env: dict[str, str],
     assert "pull smollm2-135m-instruct" in result.stderr
 
 
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
-def test_wheel_compiles_a_kernel(site: Path, env: dict[str, str], tmp_path: Path) -> None:
-    """One whose source includes others; machine code for a GPU comes out, with none needed."""
-    shutil.copy(TINY / "config.json", tmp_path)
-    code = """
+LLAMA_1B = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 128_256,
+}
+
+BUILD = """
 from pathlib import Path
 from samir_vllm.backends import cuda_compile, cuda_probe
+from samir_vllm.backends.cuda_cache import Cache
 from samir_vllm.config import ModelConfig
-compiled = cuda_compile.compile_cubin("rmsnorm", ModelConfig.from_dir(Path.cwd()), "sm_90a")
-print(cuda_probe.find_cuda_src(), *(kernel.name for kernel in compiled.resources))
-assert compiled.cubin.startswith(b"\\x7fELF")
+cache = Cache()
+built = cuda_compile.build_kernels(ModelConfig.from_dir(Path.cwd()), "sm_90a", 227 << 10, cache)
+assert cache.notices == [], cache.notices
+assert all(cubin.startswith(b"\\x7fELF") for cubin in built.cubins.values())
+print(cuda_probe.find_cuda_src(), cache.folder, built.compiled, built.cached, *built.cubins)
 """
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    source, *kernels = done.stdout.split()
-    assert Path(source) == site / "samir_vllm" / "cuda_src"
-    assert sorted(kernels) == ["add_rmsnorm", "rmsnorm"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
+def test_wheel_compiles_every_kernel_once(site: Path, env: dict[str, str], tmp_path: Path) -> None:
+    """With no GPU and no CUDA toolkit to be found; the second process finds the first one's work."""
+    config = json.loads((TINY / "config.json").read_text()) | LLAMA_1B
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    toolkit = ("CUDA_PATH", "CUDA_HOME", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "SAMIR_VLLM_CACHE_DIR")
+    env = {name: value for name, value in env.items() if name not in toolkit} | {"PATH": "/nowhere"}
+    stems = sorted(path.stem for path in (ROOT / "cuda_src").glob("*.cu"))
+    cache = tmp_path / ".cache" / "samir_vllm"
+    for numbers in ([len(stems), 0], [0, len(stems)]):
+        done = subprocess.run(
+            [sys.executable, "-c", BUILD], env=env, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        source, folder, compiled, cached, *built = done.stdout.split()
+        assert (Path(source), Path(folder)) == (site / "samir_vllm" / "cuda_src", cache)
+        assert [int(compiled), int(cached)] == numbers
+        assert sorted(built) == stems
+        assert sorted(path.name.split("-")[0] for path in cache.iterdir()) == stems

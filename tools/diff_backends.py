@@ -14,7 +14,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -32,7 +33,7 @@ from samir_vllm.backends import Backend, select_backend
 from samir_vllm.backends.numpy_backend import NumpyBackend
 from samir_vllm.batch import build_batch
 from samir_vllm.config import EngineConfig, ModelConfig
-from samir_vllm.errors import InvariantError, OptionError, SamirVllmError
+from samir_vllm.errors import OptionError, SamirVllmError
 from samir_vllm.llama import forward, load_weights
 from samir_vllm.sequence import ScheduledStep, Sequence
 from samir_vllm.tokenizer import load_tokenizer
@@ -67,6 +68,14 @@ class TwoBackends:
             )
 
         return call
+
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        """Uploads of both sides."""
+        with ExitStack() as stack:
+            for backend in self.sides:
+                stack.enter_context(backend.uploading())
+            yield
 
     def to_numpy(self, x: Both) -> list[np.ndarray]:
         """Host copies of both sides."""
@@ -262,8 +271,6 @@ def main(argv: list[str] | None = None) -> int:
             rows = compare(
                 NumpyBackend(config), other, tensors, ids, decode=args.decode, lockstep=args.lockstep
             )
-    except InvariantError:
-        raise  # a bug of ours, with its traceback
     except (SamirVllmError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

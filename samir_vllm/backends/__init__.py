@@ -15,12 +15,16 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from samir_vllm.config import PAGE_SIZE, EngineConfig, ModelConfig
 from samir_vllm.errors import DeviceError
+from samir_vllm.timing import StartupTimes
+
+if TYPE_CHECKING:
+    from samir_vllm.backends.cuda_context import EarlyContext
 
 KV_SPLIT = 256
 """KV tokens that one partial softmax covers, at absolute positions: the split of the numerics contract."""
@@ -70,6 +74,16 @@ class Backend(ABC):
     @abstractmethod
     def upload(self, tensors: Sequence[np.ndarray]) -> Array:
         """Move BF16 tensors, [rows_i, cols] or all [n], to the device, stacked along axis 0."""
+
+    def uploading(self) -> AbstractContextManager[Any]:
+        """Inside it ``upload`` may return before the data is there; at its end all of it is.
+
+        The tensors must stay as they are until then.
+
+        Raises:
+            DeviceError: at its end, or from an ``upload``: a copy failed.
+        """
+        return nullcontext()
 
     def check_gemm_order(self, matrices: Sequence[Array]) -> None:  # noqa: B027  (most have nothing to see)
         """See that a GEMM row's bits don't depend on the other rows; a notice where they do.
@@ -216,23 +230,54 @@ def rope_cos_sin(inv_freq: np.ndarray, positions: np.ndarray) -> tuple[np.ndarra
     return np.cos(angles), np.sin(angles)
 
 
-def select_backend(engine: EngineConfig, model: ModelConfig) -> Backend:
+def wants_gpu(engine: EngineConfig) -> bool:
+    """Whether a GPU is asked for, or would be taken. Unrounded arithmetic is NumPy's alone."""
+    return engine.device.startswith("cuda") or (engine.device == "auto" and engine.dtype == "bfloat16")
+
+
+def begin_context(engine: EngineConfig) -> EarlyContext | None:
+    """Has the driver start on the GPU that may be used, for ``select_backend`` to find it ready."""
+    if not wants_gpu(engine):
+        return None
+    from samir_vllm.backends.cuda_context import EarlyContext
+
+    return EarlyContext(_gpu_index(engine))
+
+
+def _gpu_index(engine: EngineConfig) -> int:
+    return int(engine.device.partition(":")[2] or 0)
+
+
+def select_backend(
+    engine: EngineConfig,
+    model: ModelConfig,
+    *,
+    context: EarlyContext | None = None,
+    times: StartupTimes | None = None,
+) -> Backend:
     """The backend that ``engine.device`` names; ``auto`` is the first GPU if it can be used, else NumPy.
+
+    Args:
+        engine: the options.
+        model: the model.
+        context: from ``begin_context``, if it was called.
+        times: where the stages of the start are booked.
 
     Raises:
         DeviceError: the device can't be used; never for ``auto``, where NumPy comes with a notice.
     """
-    # Unrounded arithmetic is NumPy's alone.
-    wants_gpu = engine.device.startswith("cuda") or (engine.device == "auto" and engine.dtype == "bfloat16")
-    if not wants_gpu:
+    times = times or StartupTimes()
+    if not wants_gpu(engine):
         return _numpy_backend(engine, model)
     try:
-        return _cuda_backend(engine, model)
+        return _cuda_backend(engine, model, context, times)
     except DeviceError as exc:
         if engine.device != "auto":
             raise
         reason = str(exc)
     # Here the exception is gone, and with it what it kept alive on the GPU.
+    if context is not None:
+        context.release()
     return fall_back(engine, model, reason)
 
 
@@ -253,22 +298,30 @@ def _numpy_backend(engine: EngineConfig, model: ModelConfig) -> Backend:
     return NumpyBackend(model, round_bf16=engine.dtype == "bfloat16", batch_invariant=engine.batch_invariant)
 
 
-def _cuda_backend(engine: EngineConfig, model: ModelConfig) -> Backend:
+def _cuda_backend(
+    engine: EngineConfig, model: ModelConfig, context: EarlyContext | None, times: StartupTimes
+) -> Backend:
     from samir_vllm.backends.cuda_probe import require_gpu
 
-    index = int(engine.device.partition(":")[2] or 0)
-    require_gpu(index)  # before CuPy is imported, where there is nothing to use it on
-    from samir_vllm.backends.cuda_backend import CudaBackend
+    with times.stage("CuPy, driver, context") as stage:
+        gpu = require_gpu(_gpu_index(engine))  # where there is none, CuPy isn't imported
+        from samir_vllm.backends.cuda_backend import CudaBackend
 
-    context = engine.context_len(model)
+        stage.detail = gpu.name
+        if context is not None:
+            context.wait()
+            times.add("driver and context", context.seconds or 0.0, background=True)
+
+    positions = engine.context_len(model)
     if engine.kv_cache_mib != "auto":  # a sequence can't be longer than the pool
         pages = engine.kv_cache_mib * 2**20 // model.page_bytes(itemsize=CudaBackend.kv_itemsize)
-        context = min(context, pages // model.num_layers * PAGE_SIZE)
+        positions = min(positions, pages // model.num_layers * PAGE_SIZE)
     return CudaBackend(
         model,
-        device=index,
+        device=gpu,
         max_tokens=engine.max_batched_tokens + engine.max_num_seqs,  # a step's prefill and its decodes
         max_num_seqs=engine.max_num_seqs,
-        max_positions=max(1, context),
+        max_positions=max(1, positions),
         batch_invariant=engine.batch_invariant,
+        times=times,
     )

@@ -8,33 +8,45 @@ one stream of one device. Knows no sequence and no scheduler.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import cupy
-import cupyx
 import ml_dtypes
 import numpy as np
 
-from samir_vllm.backends import KV_SPLIT, Backend, BatchArrays, cuda_compile, cuda_probe, rope_cos_sin
+from samir_vllm.backends import (
+    KV_SPLIT,
+    Backend,
+    BatchArrays,
+    cublas,
+    cuda_compile,
+    cuda_probe,
+    rope_cos_sin,
+)
 from samir_vllm.backends.cublas import WORKSPACE_BYTES, Cublas
-from samir_vllm.backends.cuda_probe import one_line
+from samir_vllm.backends.cuda_cache import Cache
+from samir_vllm.backends.cuda_probe import Gpu, one_line
+from samir_vllm.backends.cuda_upload import WeightUploader
 from samir_vllm.config import PAGE_SIZE, ModelConfig
 from samir_vllm.errors import DeviceError, InvariantError
+from samir_vllm.timing import StartupTimes
 
 BF16 = np.dtype(np.uint16)  # the bits
 SEGMENT_K = 2048
 """Longest stretch of K that one accumulator sums: the segments of the numerics contract."""
 MAX_GEMM_ROWS = 2048  # cuBLAS keeps the reduction order up to here (measured); more rows go in slices
 SEGMENTS_BYTES = 64 << 20  # FP32 segments of a GEMM; what needs more goes in slices of rows
-UPLOAD_CHUNK_BYTES = 8 << 20
 ARGMAX_PARTS = 8  # blocks that share a row of logits
 QUERY_ROWS = 64  # of a block of paged_attention_prefill
 ELEMENTWISE_THREADS = 256
 CHECKED_ROWS = (1, 2, 4, 8, 16, 17, 32, 64, 100, 128, 200, 256, 512, 1024, 2048)
 """Numbers of rows at which check_gemm_order looks: where libraries like to change their kernels."""
+GEMM_ORDER = "gemm-order"  # the cache's name for what check_gemm_order found
 NULL = np.uintp(0)  # a null pointer in a kernel's arguments
 
 
@@ -73,7 +85,7 @@ class _PinnedInts:
     """Pinned host memory of int32 that is filled and sent again and again."""
 
     def __init__(self, size: int) -> None:
-        self._host = cupyx.empty_pinned(size, np.int32)
+        self._host = np.frombuffer(cupy.cuda.alloc_pinned_memory(4 * size), np.int32, size)
         self._sent = cupy.cuda.Event(disable_timing=True)
 
     def begin(self) -> np.ndarray:
@@ -85,28 +97,6 @@ class _PinnedInts:
         """Copy the first ``size`` values to an array on the device."""
         _copy_to_device(device.data.ptr, self._host.ctypes.data, 4 * size, stream)
         self._sent.record(stream)
-
-
-class _UploadRing:
-    """Two pinned buffers through which weights go to the device: one fills while the other is sent."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self._buffers = [cupyx.empty_pinned(UPLOAD_CHUNK_BYTES, np.uint8) for _ in range(2)]
-        self._sent = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
-        self._turn = 0
-
-    def copy(self, tensor: np.ndarray, target: int) -> None:
-        """Send a contiguous array to the device address ``target``."""
-        raw = tensor.reshape(-1).view(np.uint8)
-        for start in range(0, raw.size, UPLOAD_CHUNK_BYTES):
-            chunk = raw[start : start + UPLOAD_CHUNK_BYTES]
-            buffer, sent = self._buffers[self._turn], self._sent[self._turn]
-            self._turn = 1 - self._turn
-            sent.synchronize()
-            buffer[: chunk.size] = chunk
-            _copy_to_device(target + start, buffer.ctypes.data, chunk.size, self._stream)
-            sent.record(self._stream)
 
 
 def _copy_to_device(target: int, source: int, nbytes: int, stream: Any) -> None:
@@ -123,32 +113,39 @@ class CudaBackend(Backend):
         self,
         config: ModelConfig,
         *,
-        device: int = 0,
+        device: int | Gpu = 0,
         max_tokens: int = 2304,
         max_num_seqs: int = 256,
         max_logit_rows: int | None = None,
         max_positions: int | None = None,
         batch_invariant: bool = False,
+        times: StartupTimes | None = None,
+        cache: Cache | None = None,
     ) -> None:
         """Compile the kernels and allocate every buffer but weights and pages.
 
         Args:
             config: the model.
-            device: index of the GPU.
+            device: index of the GPU, or what `cuda_probe.require_gpu` found of it.
             max_tokens: most tokens of one step.
             max_num_seqs: most sequences of one step.
             max_logit_rows: most rows whose logits are wanted in one step; None: ``max_num_seqs``.
             max_positions: RoPE positions below this may occur; None: all the model's.
             batch_invariant: where cuBLAS is found not to keep the one reduction order, use our own GEMM,
                 which is slower.
+            times: where the stages of the start are booked.
+            cache: where compiled kernels are kept; None for the usual place.
 
         Raises:
             DeviceError: the GPU can't run this model, or not now; one line with cause and remedy.
         """
         super().__init__(config)
         _check_config(config)
-        self._gpu = cuda_probe.require_gpu(device)
-        self._device = cupy.cuda.Device(device)
+        self._gpu = device if isinstance(device, Gpu) else cuda_probe.require_gpu(device)
+        self._device = cupy.cuda.Device(self._gpu.index)
+        self._times = times or StartupTimes()
+        self._cache = cache or Cache()
+        self._uploader: WeightUploader | None = None  # while weights go up in the background
         self._max_tokens, self._max_num_seqs = max_tokens, max_num_seqs
         self._max_logit_rows = max_num_seqs if max_logit_rows is None else max_logit_rows
         self._max_positions = config.max_position_embeddings if max_positions is None else max_positions
@@ -161,7 +158,7 @@ class CudaBackend(Backend):
             self._start()
         except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, OSError) as exc:
             raise DeviceError(
-                f"cuda:{device} ({self._gpu.name}) can't be used: {one_line(exc)}; "
+                f"cuda:{self._gpu.index} ({self._gpu.name}) can't be used: {one_line(exc)}; "
                 "see what else runs on it, or run with --device cpu"
             ) from None
 
@@ -169,10 +166,14 @@ class CudaBackend(Backend):
         with self._device:
             self.stream = cupy.cuda.Stream(non_blocking=True)
             with self.stream:
-                self._kernels = cuda_compile.load_kernels(self.config, self._gpu.max_shared_bytes)
-                self._allocate_buffers()
-                self._cublas = Cublas(self.stream, self._workspace)
-                self.stream.synchronize()
+                with self._times.stage("kernels") as stage:
+                    loaded = cuda_compile.load_kernels(self.config, self._gpu, self._cache)
+                    self._kernels = loaded.kernels
+                    stage.detail = f"{loaded.cached} files from the cache, {loaded.compiled} compiled"
+                with self._times.stage("buffers, cuBLAS"):
+                    self._allocate_buffers()
+                    self._cublas = Cublas(self.stream, self._workspace)
+                    self.stream.synchronize()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -230,7 +231,6 @@ class CudaBackend(Backend):
         step_size = 4 * tokens + 4 * self._max_num_seqs + 1 + rows + 2 * most_tiles
         self._step_host = _PinnedInts(step_size)
         self._step_arrays = self._allocate((step_size,), np.int32, "a buffer", "lower --max-batched-tokens")
-        self._upload_ring = _UploadRing(self.stream)
         self._pending: PendingSum | None = None
 
     def _zeros(self, size: int, dtype: Any) -> Any:
@@ -249,12 +249,25 @@ class CudaBackend(Backend):
         whole = self._allocate(shape, BF16, "a weight", "free memory on the GPU or take a smaller model")
         out, padding = whole[:rows], whole[rows:]
         padding.data.memset_async(0, padding.nbytes, self.stream)
-        offset = 0
-        for tensor in tensors:
-            self._upload_ring.copy(tensor, out.data.ptr + offset)
-            offset += tensor.nbytes
+        self.stream.synchronize()  # what lay in this memory before may still be read
+        with nullcontext(self._uploader) if self._uploader else self._new_uploader() as uploader:
+            offset = 0
+            for tensor in tensors:
+                uploader.copy(tensor, out.data.ptr + offset)
+                offset += tensor.nbytes
         self._uploaded_bytes += whole.nbytes
         return out
+
+    def _new_uploader(self) -> WeightUploader:
+        return WeightUploader(self._device.id)
+
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        with self._new_uploader() as self._uploader:
+            try:
+                yield
+            finally:
+                self._uploader = None
 
     def from_numpy(self, x: np.ndarray) -> Any:
         bits = x.view(BF16) if x.dtype == ml_dtypes.bfloat16 else x
@@ -598,14 +611,49 @@ class CudaBackend(Backend):
         return ids
 
     def concat_rows(self, parts: Sequence[Any]) -> Any:
-        return cupy.concatenate(parts)
+        # By copies: CuPy's own concatenation would have to be compiled first.
+        shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+        out = self._allocate(shape, parts[0].dtype, "an array", "free memory on the GPU")
+        runtime, target = cupy.cuda.runtime, out.data.ptr
+        for part in parts:
+            _check("a part", part, out.dtype, (None, *shape[1:]))
+            runtime.memcpyAsync(
+                target, part.data.ptr, part.nbytes, runtime.memcpyDeviceToDevice, self.stream.ptr
+            )
+            target += part.nbytes
+        return out
 
     def check_gemm_order(self, matrices: Sequence[Any]) -> None:
-        wrong = [
-            shape for weight in matrices if (shape := self._unordered(weight, is_head=weight is matrices[-1]))
-        ]
-        if not wrong:
-            return
+        with self._times.stage("check of cuBLAS's order") as stage:
+            key = self._gemm_order_key(matrices)
+            wrong = _remembered_shapes(self._cache.read(GEMM_ORDER, key, "json"))
+            stage.detail = "from the cache"
+            if wrong is None:
+                wrong = self._unordered_shapes(matrices)
+                stage.detail = "measured"
+                self._cache.write(GEMM_ORDER, key, "json", json.dumps(wrong).encode())
+        if wrong:
+            self._notice_order(wrong)
+        self.notices += self._cache.notices  # nothing is read from it or written to it after this
+
+    def _gemm_order_key(self, matrices: Sequence[Any]) -> str:
+        """What the order may depend on: GPU, libraries, shapes, and how we multiply and compare."""
+        parts = (
+            *(self._gpu.name, self._gpu.compute_capability, self._gpu.num_sms, cuda_probe.driver_version()),
+            *(self._cublas.version, [m.shape for m in matrices], self._max_logit_rows, self._max_tokens),
+            *(Path(__file__).read_bytes(), Path(cublas.__file__).read_bytes()),
+            cuda_compile.kernel_source("linear"),
+        )
+        return repr(parts)
+
+    def _unordered_shapes(self, matrices: Sequence[Any]) -> list[str]:
+        """The shapes at which cuBLAS and the ordered kernel differ in any bit, as text."""
+        rows = {depth: self._some_rows(depth) for depth in {m.shape[1] for m in matrices}}
+        heads = [weight is matrices[-1] for weight in matrices]
+        checks = zip(matrices, heads, strict=True)
+        return [shape for m, head in checks if (shape := self._unordered(m, rows[m.shape[1]], is_head=head))]
+
+    def _notice_order(self, wrong: list[str]) -> None:
         self._ordered_gemm = self._batch_invariant
         instead = (
             "our own slower GEMM takes its place"
@@ -614,13 +662,12 @@ class CudaBackend(Backend):
         )
         self.notices.append(f"cuBLAS adds in an unknown order on this GPU ({', '.join(wrong)}): {instead}")
 
-    def _unordered(self, weight: Any, *, is_head: bool) -> str | None:
+    def _unordered(self, weight: Any, x: Any, *, is_head: bool) -> str | None:
         """The first shape at which cuBLAS and the ordered kernel differ in any bit, as text."""
         matrix = padded_rows(weight) if is_head else weight
         features, depth = matrix.shape
         buffer = self._logits if is_head else self._linear
         most = buffer.size // features
-        x = self.from_numpy(_some_rows(CHECKED_ROWS[-1], depth))
         # The last 16 rows are compared, each time behind others.
         want = self._allocate((16, features), buffer.dtype, "a check", "free memory on the GPU")
         self._ordered_gemm = True
@@ -637,6 +684,11 @@ class CudaBackend(Backend):
             if self._count_differences(got[-n:], want[-n:]):
                 return f"{rows} x {weight.shape[0]} x {depth}"
         return None
+
+    def _some_rows(self, width: int) -> Any:
+        """BF16 [largest of CHECKED_ROWS, width] of both signs, from 1/8 to 2."""
+        bits = np.frombuffer(np.random.default_rng(0).bytes(2 * CHECKED_ROWS[-1] * width), np.uint16)
+        return self.from_numpy((bits & np.uint16(0x81FF) | np.uint16(0x3E00)).reshape(-1, width))
 
     def _count_differences(self, a: Any, b: Any) -> int:
         count = self._zeros(1, np.uint32)
@@ -655,10 +707,13 @@ def gemm_segments(depth: int) -> int:
     return next(s for s in range(least, depth + 1) if depth % s == 0 and depth // s % 16 == 0)
 
 
-def _some_rows(rows: int, width: int) -> np.ndarray:
-    """BF16 [rows, width] of both signs, from 1/8 to 2; quicker to make than normal numbers."""
-    bits = np.frombuffer(np.random.default_rng(0).bytes(2 * rows * width), np.uint16)
-    return (bits & np.uint16(0x81FF) | np.uint16(0x3E00)).reshape(rows, width).view(ml_dtypes.bfloat16)
+def _remembered_shapes(entry: bytes | None) -> list[str] | None:
+    """What an earlier check_gemm_order wrote; None if it is not there, or makes no sense."""
+    try:
+        shapes = json.loads(entry or b"")
+    except ValueError:
+        return None
+    return shapes if isinstance(shapes, list) and all(isinstance(s, str) for s in shapes) else None
 
 
 def _rows_of(buffer: Any, rows: int) -> Any:

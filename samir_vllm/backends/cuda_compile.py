@@ -1,12 +1,16 @@
 """Finds ``cuda_src`` and builds its kernels for one model and one GPU with NVRTC.
 
-The sources include only each other, so they need no CUDA headers. ``#include`` lines are expanded here:
-CuPy's cache knows the text it compiles, not the files that text includes. Knows nothing of launches.
+The sources include only each other, so they need no CUDA headers. ``#include`` lines are expanded here, so
+that the text which is compiled is all that a cached kernel depends on. Knows nothing of launches.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from samir_vllm.backends import KV_SPLIT, cuda_probe
-from samir_vllm.backends.cuda_probe import CompileError, Unavailable, one_line
+from samir_vllm.backends.cuda_cache import Cache
+from samir_vllm.backends.cuda_probe import CompileError, Gpu, Unavailable, one_line
 from samir_vllm.config import PAGE_SIZE, ModelConfig
 from samir_vllm.errors import DeviceError
 
@@ -45,9 +50,16 @@ MAX_SHARED_BYTES = {
 KV_TILE = 64
 """KV tokens of a tile of attention; ``attention.cuh`` has it too, and ``KV_SPLIT``."""
 
+CUDA_ERROR_OUT_OF_MEMORY = 2  # of cuda.h
+
 DECODE_STATIC_BYTES = 10 << 10  # what paged_attention_decode has beside K and V, with room to spare
 
-OPTIONS = ("-std=c++17",)
+OPTIONS = ("-std=c++17", "-ftz=true", "--ptxas-options=-v")
+
+CACHE_FORMAT = 1
+"""Goes up when a cached kernel must not be used any more, for a reason that its key doesn't show."""
+
+REPORT_REMEDY = "report it with what python -m samir_vllm doctor prints, or run with --device cpu"
 
 
 def kernel_source(stem: str) -> str:
@@ -110,34 +122,138 @@ def _float_literal(value: float) -> str:
     return f"{float(np.float32(value))!r}f"
 
 
-def load_kernels(config: ModelConfig, max_shared_bytes: int) -> dict[str, Any]:
-    """Every kernel by name, compiled for the current device.
+@dataclass(frozen=True, slots=True)
+class BuiltKernels:
+    """The machine code (cubin) of every file of ``cuda_src``, by stem."""
+
+    cubins: dict[str, bytes]
+    compiled: int  # files that were compiled now
+    cached: int  # files whose machine code was there
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedKernels:
+    """Every kernel by name, ready to launch, and what that took; numbers as in `BuiltKernels`."""
+
+    kernels: dict[str, Any]
+    compiled: int
+    cached: int
+    build_seconds: float
+    load_seconds: float
+
+
+def load_kernels(config: ModelConfig, gpu: Gpu, cache: Cache) -> LoadedKernels:
+    """Every kernel for the current device, which is ``gpu``; what ``cache`` lacks is compiled and kept there.
 
     Raises:
-        DeviceError: no compiler, or a kernel that doesn't compile or load.
+        DeviceError: no compiler, one that doesn't know the GPU, a kernel that doesn't compile, or a driver
+            that doesn't load it.
     """
-    import cupy
-
-    cuda_probe.nvrtc_version()  # says what to install where there is no compiler
-    cuda_probe.check_headers()
-    options = OPTIONS + definitions(config, max_shared_bytes)
-    kernels = {}
-    for stem, names in KERNELS.items():
-        module = cupy.RawModule(code=kernel_source(stem), backend="nvrtc", options=options)
-        try:
-            module.compile()  # else it waits for the first launch
-            for name in names:
-                kernels[name] = module.get_function(name)
-        except (cupy.cuda.compiler.CompileException, cupy.cuda.driver.CUDADriverError) as exc:
-            raise DeviceError(
-                f"cuda_src/{stem}.cu can't be built: {one_line(exc, 600)}; "
-                "report it with what python -m samir_vllm doctor prints, or run with --device cpu"
-            ) from None
+    built = build_kernels(config, arch_of(gpu), gpu.max_shared_bytes, cache)
+    start = time.perf_counter()
+    kernels: dict[str, Any] = {}
+    for stem, cubin in built.cubins.items():
+        kernels |= _load(stem, cubin)
     kernels["paged_attention_decode"].max_dynamic_shared_size_bytes = decode_shared_bytes(
-        config, max_shared_bytes
+        config, gpu.max_shared_bytes
     )
     kernels["paged_attention_prefill"].max_dynamic_shared_size_bytes = prefill_shared_bytes(config)
-    return kernels
+    seconds = time.perf_counter() - start
+    return LoadedKernels(kernels, built.compiled, built.cached, built.seconds, seconds)
+
+
+def arch_of(gpu: Gpu) -> str:
+    """The compiler's name for the GPU's architecture, with all that is special to it."""
+    major, minor = gpu.compute_capability
+    return f"sm_{major}{minor}" + "a" * (gpu.compute_capability == (9, 0))
+
+
+def build_kernels(config: ModelConfig, arch: str, max_shared_bytes: int, cache: Cache) -> BuiltKernels:
+    """The machine code of all files, from ``cache`` or compiled in parallel; needs no GPU.
+
+    Raises:
+        DeviceError: no compiler, one that doesn't know ``arch``, or a file that doesn't compile.
+    """
+    start = time.perf_counter()
+    sources = {stem: kernel_source(stem) for stem in STEMS}
+    options = compiler_options(arch, definitions(config, max_shared_bytes))
+    compiler = cuda_probe.nvrtc_build()
+    cubins: dict[str, bytes] = {}
+    for stem, source in sources.items():
+        if cubin := cache.read(stem, cache_key(source, options, compiler), "cubin"):
+            cubins[stem] = cubin
+    missing = {stem: source for stem, source in sources.items() if stem not in cubins}
+    if missing:
+        cubins |= _compile_all(missing, options)
+        compiler = cuda_probe.nvrtc_build()  # of the library that is loaded now, and did the work
+        for stem, source in missing.items():
+            cache.write(stem, cache_key(source, options, compiler), "cubin", cubins[stem])
+    return BuiltKernels(cubins, len(missing), len(STEMS) - len(missing), time.perf_counter() - start)
+
+
+def cache_key(source: str, options: tuple[str, ...], compiler: str) -> str:
+    """All that machine code depends on: the source, the options (one is the architecture), the compiler."""
+    return "\0".join((str(CACHE_FORMAT), compiler, *options, source))
+
+
+def _compile_all(sources: dict[str, str], options: tuple[str, ...]) -> dict[str, bytes]:
+    """Machine code by stem. NVRTC compiles in parallel, and CuPy releases the GIL while it does."""
+    cuda_probe.nvrtc_version()  # says what to install where there is no compiler, and loads it once
+    pool = ThreadPoolExecutor(min(len(sources), len(os.sched_getaffinity(0))))
+    try:
+        # The longest first: the last to end decides how long all take.
+        stems = sorted(sources, key=lambda stem: len(sources[stem]), reverse=True)
+        futures = {stem: pool.submit(_compile, stem, sources[stem], options) for stem in stems}
+        return {stem: future.result() for stem, future in futures.items()}
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _compile(stem: str, source: str, options: tuple[str, ...]) -> bytes:
+    try:
+        return cuda_probe.run_nvrtc(source, f"{stem}.cu", options)[0]
+    except CompileError as exc:
+        if "--gpu-architecture" in str(exc):
+            arch = next(option for option in options if option.startswith("-arch="))
+            version = "{}.{}".format(*cuda_probe.nvrtc_version())
+            raise DeviceError(
+                f"NVRTC {version} doesn't know this GPU ({arch.removeprefix('-arch=')}); "
+                f"{cuda_probe.newer_nvrtc()}, or run with --device cpu"
+            ) from None
+        raise DeviceError(
+            f"cuda_src/{stem}.cu can't be built: {one_line(exc, 600)}; {REPORT_REMEDY}"
+        ) from None
+
+
+def _load(stem: str, cubin: bytes) -> dict[str, Any]:
+    """The kernels of one file by name."""
+    import cupy
+
+    module = cupy.RawModule(path=_memory_file(stem, cubin))
+    try:
+        module.compile()  # loads it, else that waits for the first launch
+        return {name: module.get_function(name) for name in KERNELS[stem]}
+    except cupy.cuda.driver.CUDADriverError as exc:
+        if exc.status == CUDA_ERROR_OUT_OF_MEMORY:  # a matter of the GPU, not of the code
+            raise
+        raise DeviceError(
+            f"the NVIDIA driver refuses the machine code of cuda_src/{stem}.cu: {one_line(exc)}; "
+            "update the driver, or run with --device cpu"
+        ) from None
+
+
+@functools.cache
+def _memory_file(name: str, content: bytes) -> str:
+    """A path that gives ``content``, and never anything else, for as long as the process lives.
+
+    CuPy and the driver take paths, and CuPy remembers what it loaded by path. A file of the cache won't do:
+    another process may replace or remove it after we have verified its content. Needs no folder to write to.
+    """
+    descriptor = os.memfd_create(name)  # never closed, else the path would be free for other content
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    return f"/proc/self/fd/{descriptor}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +289,16 @@ def compile_cubin(stem: str, config: ModelConfig, arch: str, max_shared_bytes: i
 
 def compile_source(source: str, name: str, arch: str, options: tuple[str, ...]) -> Compiled:
     """As `compile_cubin`, for any text."""
-    # CuPy adds -ftz=true to what it compiles.
-    options = (*OPTIONS, *options, f"-arch={arch}", "-ftz=true", "--ptxas-options=-v")
     try:
-        cubin, log = cuda_probe.run_nvrtc(source, name, options)
+        cubin, log = cuda_probe.run_nvrtc(source, name, compiler_options(arch, options))
     except CompileError as exc:
         raise DeviceError(f"{name} doesn't compile for {arch}: {exc}") from None
     return Compiled(cubin, _complaints(log), _resources(log))
+
+
+def compiler_options(arch: str, options: tuple[str, ...]) -> tuple[str, ...]:
+    """Every option that NVRTC gets; ``options`` are those of the file."""
+    return (*OPTIONS, *options, f"-arch={arch}")
 
 
 def _complaints(log: str) -> str:

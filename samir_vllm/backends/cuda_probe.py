@@ -7,12 +7,17 @@ of models or kernels, keeps no state, and imports CuPy only inside the functions
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import re
+import shutil
+import site
 import sys
+import tempfile
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -74,12 +79,18 @@ class Gpu:
 
 def cupy_distributions() -> dict[str, str]:
     """Name to version of every installed distribution that brings the module ``cupy``."""
-    found = {}
-    for dist in metadata.distributions():
+    found: dict[str, str] = {}
+    # By the names of their folders: metadata.distributions() would read the metadata of all that is installed.
+    for info in (p for folder in _search_path() for p in Path(folder).glob("cupy*-info")):
+        dist = metadata.PathDistribution(info)
         name = re.sub(r"[-_.]+", "-", dist.metadata["Name"] or "").lower()  # PEP 503
         if re.fullmatch(r"cupy(-cuda\d+x?|-rocm-[\d-]+)?", name):
-            found[name] = dist.version
+            found.setdefault(name, dist.version)
     return found
+
+
+def _search_path() -> list[str]:
+    return sys.path
 
 
 def cuda_major() -> int | None:
@@ -120,7 +131,7 @@ def cupy_install() -> CupyInstall:
 
 def _import_cupy() -> Any:
     try:
-        with warnings.catch_warnings():
+        with _room_for_cupys_cache(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # CuPy warns of a toolkit it didn't find; we look ourselves
             import cupy
     except Exception as exc:
@@ -131,6 +142,44 @@ def _import_cupy() -> Any:
             f"CuPy can't be imported: {one_line(exc)}", _reinstall(name or "cupy-cuda12x")
         ) from None
     return cupy
+
+
+@contextmanager
+def _room_for_cupys_cache() -> Iterator[None]:
+    """Inside it CuPy can be imported whatever the home folder is like.
+
+    Importing it makes the folder of its own kernel cache, and fails where that can't be (CuPy 14.2). Our
+    kernels never go there, so a temporary one does as well.
+    """
+    given = os.environ.get("CUPY_CACHE_DIR")
+    wanted = os.path.expanduser("~/.cupy/kernel_cache") if given is None else given
+    if "cupy" in sys.modules or _can_make(wanted):
+        yield
+        return
+    try:
+        os.environ["CUPY_CACHE_DIR"] = folder = tempfile.mkdtemp(prefix="cupy-")
+    except OSError:  # no room anywhere: CuPy shall say what it lacks
+        yield
+        return
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        yield
+    finally:  # CuPy has read it; the programs we start need not
+        if given is None:
+            del os.environ["CUPY_CACHE_DIR"]
+        else:
+            os.environ["CUPY_CACHE_DIR"] = given
+
+
+def _can_make(folder: str) -> bool:
+    """Makes the folder, as CuPy would; False where that fails."""
+    if folder.startswith("~"):  # no home is known, and CuPy would make a folder of that name here
+        return False
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError:
+        return False
+    return True
 
 
 def _reinstall(name: str) -> str:
@@ -186,6 +235,40 @@ def nvrtc_version() -> tuple[int, int]:
     return _nvrtc().getVersion()
 
 
+def nvrtc_build() -> str:
+    """Tells one build of the run-time compiler from any other, whose machine code may differ.
+
+    Doesn't load the library where it is clear which one CuPy would load: from a cold disk that takes 0.2 s.
+
+    Raises:
+        Unavailable: no CuPy, or no library.
+    """
+    paths = _mapped_files("libnvrtc.so") or _nvrtc_of_a_wheel()
+    if not paths:
+        nvrtc_version()
+        paths = _mapped_files("libnvrtc.so")
+    try:
+        stats = [(path, os.stat(path)) for path in sorted(paths)]
+    except OSError:  # replaced on disk since it was loaded
+        stats = []
+    # A library that can't be named is like no other, so that nothing is taken for its work.
+    parts = [f"{Path(path).name} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
+    return ", ".join(parts) or os.urandom(16).hex()
+
+
+def _mapped_files(name: str) -> set[str]:
+    """The files of a library, by the beginning of its name, that this process has loaded."""
+    with open("/proc/self/maps") as maps:
+        return {line.rstrip("\n").split(maxsplit=5)[5] for line in maps if f"/{name}" in line}
+
+
+def _nvrtc_of_a_wheel() -> set[str]:
+    """What the one wheel with a compiler has, which CuPy prefers to all others; empty if none, or several."""
+    folders = site.getsitepackages() + [site.getusersitepackages()] * bool(site.ENABLE_USER_SITE)
+    found = {str(p.resolve()) for f in folders for p in Path(f).glob("nvidia/*/lib/libnvrtc.so.*")}
+    return found if len(found) == 1 else set()
+
+
 def _nvrtc() -> Any:
     _import_cupy()
     try:
@@ -206,14 +289,17 @@ def _install(cu12_wheel: str) -> str:
     return f"pip install {cu12_wheel}"
 
 
+def newer_nvrtc() -> str:
+    """The remedy for a compiler that is too old."""
+    return _install("--upgrade nvidia-cuda-nvrtc-cu12")
+
+
 def compile_test_kernel(arch: str = "sm_90") -> int:
     """Compiles a small kernel for ``arch`` without a GPU -> bytes of the machine code.
 
     Raises:
-        Unavailable: no compiler, one that fails, or no headers for CuPy.
+        Unavailable: no compiler, or one that fails.
     """
-    nvrtc_version()  # where there is no compiler, that comes before the headers
-    check_headers()
     try:
         cubin, _ = run_nvrtc(TEST_KERNEL, "twice.cu", (f"-arch={arch}", "-std=c++17"))
     except CompileError as exc:
@@ -238,19 +324,6 @@ def run_nvrtc(source: str, name: str, options: tuple[str, ...]) -> tuple[bytes, 
         raise CompileError(nvrtc.getProgramLog(program).strip() or str(exc)) from None
     finally:
         nvrtc.destroyProgram(program)
-
-
-def check_headers() -> None:
-    """Raises Unavailable where CuPy finds no CUDA headers.
-
-    Our kernels include none, but a RawModule compiles nothing without them (CuPy 14).
-    """
-    try:
-        _import_cupy()._core.core.assemble_cupy_compiler_options(())
-    except RuntimeError as exc:
-        raise Unavailable(
-            f"CuPy compiles nothing: {one_line(exc)}", _install("nvidia-cuda-runtime-cu12")
-        ) from None
 
 
 # cuBLAS

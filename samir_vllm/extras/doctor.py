@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Literal
 
 from samir_vllm.backends import cuda_probe
+from samir_vllm.backends.cuda_cache import Cache
 from samir_vllm.backends.cuda_probe import Unavailable, one_line
 from samir_vllm.backends.host_memory import host_memory
 from samir_vllm.errors import SamirVllmError
 
 PYTHONS = ((3, 11), (3, 13))  # oldest and newest that the project is tested on
 EXIT_NOTHING_RUNS = 2
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ def look(model: str | None) -> list[Row]:
         ("cuda", "test kernel", lambda: f"compiles for sm_90 ({cuda_probe.compile_test_kernel()} bytes)"),
         ("cuda", "cuBLAS", lambda: _dotted(cuda_probe.cublas_version())),
         ("cuda", "kernels", _kernels),
+        ("cuda", "kernel cache", _kernel_cache),
         ("gpus", "GPU", _gpus),
     ]
     return [row for check in checks for row in guarded(*check)]
@@ -265,6 +267,18 @@ def _kernels() -> str:
     if count == 0:
         raise Unavailable(f"{folder} has no kernels (*.cu)", "use --device cpu with this version")
     return f"{count} sources in {folder}"
+
+
+def _kernel_cache() -> str | list[Row]:
+    cache = Cache()
+    entries, nbytes = cache.contents()
+    where = "no folder" if cache.folder is None else str(cache.folder)
+    found = f"{where}: {entries} entries, {nbytes / MIB:.1f} MiB"
+    if reason := cache.why_unwritable():
+        found += f"; can't be written ({reason}), so kernels are compiled at each start"
+        remedy = "set SAMIR_VLLM_CACHE_DIR to a folder that can be written"
+        return [Row("cuda", "kernel cache", "warning", found, remedy)]
+    return found
 
 
 def _gpus() -> list[Row]:

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from samir_vllm.engine import Engine, Prompt, RequestOutput, refused
 from samir_vllm.errors import ChatError, RequestError, SamirVllmError
 from samir_vllm.sampling import SamplingParams
+from samir_vllm.timing import Stage, process_seconds
 
 DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
 EXIT_SOME_FAILED = 2
@@ -57,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", metavar="FILE", help="write the run's timeline as Chrome trace events")
     parser.add_argument("--plot", metavar="FILE", help="draw pool occupancy and batch size (.png or .svg)")
     parser.add_argument("--quiet", action="store_true", help="no figures, no progress")
+    parser.add_argument(
+        "--timing",
+        action="store_true",
+        help="where the time from the process start to the first token went, on standard error (with --json: "
+        "as a JSON line)",
+    )
 
 
 def run(
@@ -70,20 +77,24 @@ def run(
     """
     jobs = collect_jobs(args)
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    start = StartReport()
     engine = load_engine(args.model, options, console, quiet=args.quiet)
+    start.loaded(engine)
     on_load(engine)
     stream = len(jobs) == 1 and not (args.json or args.ids or args.no_stream)
     started = time.perf_counter()
     answers = Answers(args, engine, single=len(jobs) == 1, streamed=stream)
     interrupted = False
     try:
-        _drive(engine, jobs, answers, console, args)
+        _drive(engine, jobs, answers, console, args, start)
     except KeyboardInterrupt:
         interrupted = True
         answers.interrupt()
     answers.close()
     if not args.quiet and any(r.prompt_token_ids for r in answers.results()):  # not if all were refused
         console.print(figures(engine, answers.results(), time.perf_counter() - started), style="dim")
+    if args.timing:
+        console.print(json.dumps(start.as_dict()) if args.json else start.as_text())
     if interrupted:
         return EXIT_INTERRUPTED
     return EXIT_SOME_FAILED if any(r.error for r in answers.results()) else 0
@@ -206,7 +217,12 @@ def load_engine(model: str | None, options: dict[str, object], console: Console,
 
 
 def _drive(
-    engine: Engine, jobs: list[Job], answers: Answers, console: Console, args: argparse.Namespace
+    engine: Engine,
+    jobs: list[Job],
+    answers: Answers,
+    console: Console,
+    args: argparse.Namespace,
+    start: StartReport,
 ) -> None:
     for i, job in enumerate(jobs):
         try:
@@ -229,6 +245,8 @@ def _drive(
         started, tokens = time.perf_counter(), 0
         while engine.has_work:
             outputs = engine.step()
+            if outputs:
+                start.first_token()
             for out in outputs:
                 answers.take(out)
             tokens += len(outputs)
@@ -240,6 +258,54 @@ def _drive(
                     f"{pool.num_used}/{pool.num_pages} pages"
                 )
                 bar.update(task, completed=len(answers.results()), state=state)
+
+
+class StartReport:
+    """Where the time from the start of the process to the first token went; made before the engine is."""
+
+    def __init__(self) -> None:
+        self._made = time.perf_counter()
+        self._age = process_seconds()  # None: counted from here
+        self._first_token: float | None = None
+
+    def loaded(self, engine: Engine) -> None:
+        """The engine is ready."""
+        self._loaded = time.perf_counter()
+        self._times, self._backend = engine.startup_times, engine.backend_name
+
+    def first_token(self) -> None:
+        """A step gave tokens; only the first call counts."""
+        self._first_token = self._first_token or time.perf_counter()
+
+    def stages(self) -> list[Stage]:
+        """In their order, with what the engine doesn't see."""
+        now = self._first_token or self._loaded
+        rest = self._loaded - self._made - self._times.total()
+        return [
+            Stage("Python, imports", self._age or 0.0),
+            *self._times.stages,
+            Stage("the rest of loading", max(0.0, rest)),
+            Stage("prompt to first token", now - self._loaded),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The backend's name, the total and the stages, seconds."""
+        stages = self.stages()
+        total = sum(stage.seconds for stage in stages if not stage.background)
+        return {
+            "backend": self._backend,
+            "seconds_to_first_token": total,
+            "stages": [asdict(stage) for stage in stages],
+        }
+
+    def as_text(self) -> str:
+        """A line for each stage."""
+        lines = [f"{self.as_dict()['seconds_to_first_token']:.2f} s from process start to first token"]
+        for stage in self.stages():
+            detail = f" ({stage.detail})" if stage.detail else ""
+            beside = " [beside the others]" if stage.background else ""
+            lines.append(f"  {stage.seconds:6.3f} s  {stage.name}{detail}{beside}")
+        return "\n".join(lines)
 
 
 class Answers:

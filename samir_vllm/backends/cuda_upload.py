@@ -1,0 +1,179 @@
+"""Weights from host memory to a GPU: several threads, each with a small pinned ring of its own.
+
+A copy from a mapped file is bound by page faults and one core's memory copies, so several cores work at it.
+Pinning memory is slow (half a second a GiB), so each thread has two chunks of it: one fills while the other
+is sent. Knows addresses and bytes; no tensors and no files.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+import cupy
+import numpy as np
+
+from samir_vllm.backends.cuda_probe import one_line
+from samir_vllm.errors import DeviceError
+
+CHUNK_BYTES = 2 << 20  # with 8 threads the best of 1 to 8 MiB on an H200's host
+MAX_THREADS = 8  # more only wait for each other's page faults
+QUEUED_BYTES = 4 * MAX_THREADS * CHUNK_BYTES  # enough to keep all busy
+
+
+class WeightUploader:
+    """Copies bytes to one GPU in the background. A context manager: at its end all copies are done.
+
+    Raises at its end, or from a later ``copy``:
+        DeviceError: the first copy that failed; those queued behind it are dropped.
+    """
+
+    def __init__(self, device: int, max_threads: int | None = None) -> None:
+        """Make an uploader; its threads start with the work.
+
+        Args:
+            device: index of the GPU.
+            max_threads: None for as many as pay on this machine.
+        """
+        self._device = device
+        self._max_threads = max_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._threads: list[threading.Thread] = []
+        # All below is guarded by the condition, which is notified when any of it may let somebody go on.
+        self._changed = threading.Condition()
+        self._queued: deque[tuple[np.ndarray, int]] = deque()  # bytes, and where they go
+        self._queued_bytes = 0
+        self._ended = False
+        self._failure: Exception | None = None
+
+    def copy(self, source: np.ndarray, target: int) -> None:
+        """Queue the copy of a contiguous array to a device address; the array must stay as it is.
+
+        Returns when little is left to copy, so that whoever queues sees how far the copies are.
+        """
+        raw = source.reshape(-1).view(np.uint8)
+        with self._changed:
+            if raw.size and self._failure is None:
+                self._queued.append((raw, target))
+                self._queued_bytes += raw.size
+                self._start_threads()
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._queued_bytes <= QUEUED_BYTES)
+            self._raise_failure()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._changed:
+            self._ended = True
+            if kind is not None:
+                self._drop()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        if kind is None:
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise DeviceError(
+                f"weights can't be copied to cuda:{self._device}: {one_line(self._failure)}; "
+                "see what else runs on it, or run with --device cpu"
+            ) from self._failure
+
+    def _start_threads(self) -> None:
+        """As many as there are chunks to copy, up to the most."""
+        wanted = min(self._max_threads, -(-self._queued_bytes // CHUNK_BYTES))
+        while len(self._threads) < wanted:
+            thread = threading.Thread(target=self._work, name="weight-upload", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _work(self) -> None:
+        try:
+            ring: _PinnedRing | None = None
+            while (claimed := self._claim()) is not None:
+                ring = ring or _PinnedRing(self._device)
+                ring.send(*claimed)
+            if ring is not None:
+                ring.finish()
+        except Exception as exc:
+            with self._changed:
+                self._failure = self._failure or exc
+                self._drop()
+
+    def _claim(self) -> tuple[np.ndarray, int] | None:
+        """The next chunk and its address; None when there will be no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queued or self._ended)
+            if not self._queued:
+                return None
+            raw, target = self._queued.popleft()
+            chunk, rest = raw[:CHUNK_BYTES], raw[CHUNK_BYTES:]
+            if rest.size:
+                self._queued.appendleft((rest, target + chunk.size))
+            over = self._queued_bytes > QUEUED_BYTES
+            self._queued_bytes -= chunk.size
+            if over and self._queued_bytes <= QUEUED_BYTES:
+                self._changed.notify_all()
+            return chunk, target
+
+    def _drop(self) -> None:
+        """Nothing more is copied."""
+        self._queued.clear()
+        self._queued_bytes = 0
+        self._ended = True
+        self._changed.notify_all()
+
+
+class _PinnedRing:
+    """Two pinned chunks and a stream, of the thread that makes it."""
+
+    def __init__(self, device: int) -> None:
+        cupy.cuda.runtime.setDevice(device)
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        # Not from CuPy's pool, which would keep them pinned.
+        memories = [cupy.cuda.PinnedMemory(CHUNK_BYTES) for _ in range(2)]
+        self._chunks = [np.frombuffer(cupy.cuda.PinnedMemoryPointer(m, 0), np.uint8) for m in memories]
+        self._sent = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
+        self._turn = 0
+
+    def send(self, source: np.ndarray, target: int) -> None:
+        chunk, sent = self._chunks[self._turn], self._sent[self._turn]
+        self._turn = 1 - self._turn
+        sent.synchronize()
+        np.copyto(chunk[: source.size], source)  # without the interpreter's lock
+        to_device: Any = cupy.cuda.runtime.memcpyHostToDevice
+        cupy.cuda.runtime.memcpyAsync(target, chunk.ctypes.data, source.size, to_device, self._stream.ptr)
+        sent.record(self._stream)
+
+    def finish(self) -> None:
+        """Wait until all is there; the pinned memory may go then."""
+        self._stream.synchronize()
+
+
+def pinned_rate(device: int, nbytes: int = 1 << 30) -> float:
+    """Bytes a second from pinned memory to the GPU: the limit of every upload, as this machine has it now."""
+    with cupy.cuda.Device(device):
+        chunk = 64 << 20
+        host = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(chunk), 0)
+        target = cupy.cuda.alloc(chunk)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        start, end = cupy.cuda.Event(), cupy.cuda.Event()
+        rates = []
+        for _ in range(3):
+            start.record(stream)
+            for _ in range(nbytes // chunk):
+                target.copy_from_host_async(host.ptr, chunk, stream)
+            end.record(stream)
+            end.synchronize()
+            rates.append(nbytes // chunk * chunk / cupy.cuda.get_elapsed_time(start, end) * 1e3)
+        with suppress(Exception):
+            del target
+        return max(rates)
