@@ -1,7 +1,7 @@
 """Exceptions a user may meet; each message is one line that names the cause and the remedy.
 
-The command line prints that line of a ``SamirVllmError`` and exits with status 2. Knows nothing of the rest of
-the package.
+The command line prints that line of a ``SamirVllmError`` and exits with status 2. Knows nothing of the rest
+of the package.
 """
 
 

@@ -6,10 +6,12 @@ Llama 3's rank file is never committed: it comes from the PyPI package llama-mod
 import base64
 import contextlib
 import copy
+import gc
 import hashlib
 import importlib.util
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -290,6 +292,81 @@ def naive_bpe(ids: list[int], merges: dict[tuple[int, int], tuple[int, int]]) ->
     return ids
 
 
+class WholeTable(dict[int, int]):
+    """Every merge of a rank file, listed beforehand by cutting each token in two at every place."""
+
+    def __init__(self, ranks: dict[bytes, int]) -> None:
+        super().__init__()
+        for token, rank in ranks.items():
+            for cut in range(1, len(token)):
+                left, right = ranks.get(token[:cut]), ranks.get(token[cut:])
+                if left is not None and right is not None:
+                    self[left << 32 | right] = rank << 32 | rank
+
+    def __missing__(self, pair: int) -> int:
+        return tokenizer_module._NO_MERGE
+
+
+@pytest.fixture(scope="module")
+def whole_table(ranks: dict[bytes, int]) -> WholeTable:
+    return WholeTable(ranks)
+
+
+LETTERS = st.text("abcdeghinorst ", min_size=1, max_size=200)  # words to few of which there is a token
+
+
+@pytest.mark.parametrize("long_piece", [0, 10**9], ids=["heap", "rescan"])
+@settings(max_examples=100, deadline=None)
+@given(texts=st.lists(TEXTS | LETTERS, min_size=1, max_size=4))
+def test_merges_found_on_demand_are_the_whole_table(
+    llama3: Tokenizer, whole_table: WholeTable, long_piece: int, texts: list[str]
+) -> None:
+    """Also when pairs are forgotten again: 20 fit."""
+    whole = copy.copy(llama3)
+    whole._merges = whole_table  # type: ignore[assignment]
+    llama3._merges.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "_CACHED_PAIRS", 20)
+        patch.setattr(tokenizer_module, "_LONG_PIECE", long_piece)
+        for text in texts:
+            data = tokenizer_module._without_surrogates(text)
+            assert llama3._encode_piece(data) == whole._encode_piece(data)
+            assert len(llama3._merges) <= 20
+
+
+def test_only_listed_pairs_merge(tmp_path: Path) -> None:
+    """`ab` + `c` is listed, `a` + `bc` isn't, though both make a token; the list's order decides, not ids."""
+    document = tiny_json()
+    document["model"]["vocab"] |= {"bc": 261}
+    document["model"]["merges"] = ["b c", "a b", "ab c"]
+    tokenizer = read(document, tmp_path)
+    assert tokenizer.encode("abc") == [97, 261]
+    document["model"]["merges"] = ["a b", "b c", "ab c"]
+    assert read(document, tmp_path).encode("abc") == [257]
+
+
+def test_an_added_token_leaves_the_merges_of_its_name_alone(tmp_path: Path) -> None:
+    """`é` is byte 0xE9 in the vocabulary and decodes to its name as an added token."""
+    document = tiny_json()
+    document["model"]["vocab"] |= {BYTE_NAMES[0xE9] + BYTE_NAMES[0x80]: 261}
+    document["model"]["merges"].append([BYTE_NAMES[0xE9], BYTE_NAMES[0x80]])
+    document["added_tokens"].append(added("é", 0xE9, special=False))
+    tokenizer = read(document, tmp_path)
+    assert tokenizer.decode([0xE9]) == "é"
+    assert tokenizer.encode("\u9000") == [261, 0x80]  # in UTF-8 e9 80 80
+
+
+def test_threads_share_a_tokenizer(from_ranks: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight threads fill and empty the same caches."""
+    monkeypatch.setattr(tokenizer_module, "_CACHED_PAIRS", 50)
+    monkeypatch.setattr(tokenizer_module, "_CACHED_PIECES", 10)
+    rng = random.Random(0)
+    texts = ["".join(rng.choices("etaoin shrdlu_{}", k=2000)) for _ in range(8)]
+    alone = [from_ranks.encode(text) for text in texts]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(from_ranks.encode, texts * 4)) == alone * 4
+
+
 @pytest.mark.parametrize("long_piece", [0, 10**9], ids=["heap", "rescan"])
 @pytest.mark.parametrize("seed", range(20))
 def test_merging_is_naive_bpe(
@@ -507,9 +584,43 @@ def test_tiny_rank_file(tmp_path: Path) -> None:
     assert tokenizer.special_tokens["<|begin_of_text|>"] == 259
 
 
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_rank_file_in_any_spelling(tmp_path: Path, end: bytes, order: int) -> None:
+    path = tmp_path / "tokenizer.model"
+    for last in (b"", end):
+        path.write_bytes(end.join(rank_lines(TINY_RANKS)[::order]) + last)
+        tokenizer = Tokenizer.from_ranks(path, num_ranks=259)
+        assert [tokenizer.id_to_bytes(rank) for rank in range(259)] == TINY_RANKS
+
+
+def test_llama3_rank_file_is_read_at_once(llama3_rank_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "_parse_rank_lines", None)
+    assert Tokenizer.from_ranks(llama3_rank_path).vocab_size == 128_256
+
+
+def test_garbage_collection_is_as_before(tmp_path: Path) -> None:
+    read(tiny_json(), tmp_path)
+    assert gc.isenabled()
+    with pytest.raises(TokenizerError):
+        read("{", tmp_path)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        read(tiny_json(), tmp_path)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize(
     ("damage", "expected"),
     [
+        (lambda lines: [*lines[:7], lines[7] + b" ", *lines[8:]], "line 8: should be"),
+        (lambda lines: [*lines[:7], b" " + lines[7], *lines[8:]], "line 8: should be"),
+        (lambda lines: [*lines[:7], lines[7].replace(b" ", b"\t"), *lines[8:]], "line 8: "),
+        (lambda lines: [*lines[:7], lines[7] + b" " + lines[8], *lines[9:]], "line 8: should be"),
+        (lambda lines: [*lines[:7], lines[7].replace(b" ", b"  "), *lines[8:]], "line 8: should be"),
         (lambda lines: lines[:-1], "holds 258 ranks, should hold 259"),
         (lambda lines: [*lines[:-1], lines[-1][:-4]], "line 259: should be 'base64 rank'"),
         (lambda lines: [*lines[:7], b"A* 7", *lines[8:]], "line 8: .*isn't base64"),
@@ -595,6 +706,11 @@ REMOVED = {**SPLIT_ON, "behavior": "Removed", "pattern": {"String": "x"}}
         (["model", "merges", 1], ["a", "q"], r"model.merges\[1\] = \['a', 'q'\] isn't two tokens"),
         (["model", "merges", 1], ["ab", []], r"model.merges\[1\] .*isn't two tokens"),
         (["model", "merges", 1], 7, r"model.merges\[1\] = 7 isn't two tokens"),
+        (["model", "merges", 1], "a  b", r"model.merges\[1\] = 'a  b' isn't two tokens"),
+        (["model", "merges", 1], ["a", "b", "c"], r"model.merges\[1\] .*isn't two tokens"),
+        (["model", "merges", 1], ["xa", "b"], r"model.merges\[1\] .*isn't two tokens"),
+        (["model", "merges", 1], ["a", "bc"], r"model.merges\[1\] .*isn't two tokens"),
+        (["model", "merges", 2], ["a", "b"], r"model.merges\[2\] = \['a', 'b'\] is there twice"),
         (["model", "merges", 1], "a b", r"model.merges\[1\] = 'a b' is there twice"),
         (["added_tokens"], {}, "added_tokens should be of type list"),
         (["added_tokens", 0], "<s>", r"added_tokens\[0\] should be an object"),

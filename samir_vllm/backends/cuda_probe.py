@@ -80,7 +80,7 @@ class Gpu:
 def cupy_distributions() -> dict[str, str]:
     """Name to version of every installed distribution that brings the module ``cupy``."""
     found: dict[str, str] = {}
-    # By the names of their folders: metadata.distributions() would read the metadata of all that is installed.
+    # By the names of their folders: metadata.distributions() would read what every package says of itself.
     for info in (p for folder in _search_path() for p in Path(folder).glob("cupy*-info")):
         dist = metadata.PathDistribution(info)
         name = re.sub(r"[-_.]+", "-", dist.metadata["Name"] or "").lower()  # PEP 503
