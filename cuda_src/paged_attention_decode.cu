@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(32 * TILES)
                            const int* __restrict__ seq_lens, const int* __restrict__ slots,
                            const int* __restrict__ first_split, float* partial_out, float* partial_max,
                            float* partial_sum, unsigned int* arrived, bf16* __restrict__ out) {
-    extern __shared__ __align__(128) bf16 tiles[];
+    bf16* const tiles = dynamic_shared<bf16>();
     __shared__ float tile_max[TILES][16], tile_sum[TILES][16];
     __shared__ __align__(16) unsigned int shared_p[TILES][KV_TILE / 16][32][4];
     __shared__ bool is_last;

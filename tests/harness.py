@@ -73,10 +73,10 @@ def fresh_pages(model: Model, seed: int = 0) -> None:
     pages = np.random.default_rng(seed).permutation(num_pages).astype(np.int32)
     with backend.active():
         backend.allocate_kv_cache(num_pages, len(SLOT_PAGES), max(SLOT_PAGES) + 2)
-        if isinstance(backend.kv_cache, np.ndarray):
-            backend.kv_cache[...] = np.nan
-        else:
+        if backend.kv_cache.dtype == np.uint16:  # the bits of BF16, on a device
             backend.kv_cache.data.memset_async(0xFF, backend.kv_cache.nbytes, backend.stream)
+        else:
+            backend.kv_cache[...] = np.nan
         start = 0
         for slot, count in enumerate(SLOT_PAGES):
             backend.set_block_table(slot, pages[start : start + layers * count].reshape(layers, count))

@@ -6,21 +6,35 @@ Of the CUDA backend alone: the others have no library to judge.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from twins import SHAPES, Twins, assert_same_bits, normal, over, rng_for, rounded
 
+from samir_vllm.backends.cuda_cache import Cache
 from samir_vllm.config import ModelConfig
 
 pytestmark = pytest.mark.gpu
 
 
-def fresh_backend(config: ModelConfig, *, batch_invariant: bool) -> Any:
+class OnlyKernels(Cache):
+    """Keeps no judgement of cuBLAS, which is broken on purpose here."""
+
+    def read(self, name: str, key: str, suffix: str) -> bytes | None:
+        return super().read(name, key, suffix) if suffix == "cubin" else None
+
+    def write(self, name: str, key: str, suffix: str, content: bytes) -> Path | None:
+        return super().write(name, key, suffix, content) if suffix == "cubin" else None
+
+
+def fresh_backend(config: ModelConfig, *, batch_invariant: bool, cache: Cache | None = None) -> Any:
     from samir_vllm.backends.cuda_backend import CudaBackend
 
-    backend = CudaBackend(config, max_logit_rows=300, batch_invariant=batch_invariant)
+    backend = CudaBackend(
+        config, max_logit_rows=300, batch_invariant=batch_invariant, cache=cache or OnlyKernels()
+    )
     with backend.active():
         backend.poison()  # compute-sanitizer's initcheck doesn't see what cuBLAS stores, and would complain
     return backend
@@ -48,7 +62,7 @@ def one_element_wrong(matmul: Callable[..., None]) -> Callable[..., None]:
         if len(x) >= 16 and not options.get("add"):
             # The top bit of the fraction, whether the element is BF16 or FP32: rounding can't hide it.
             bits = out.reshape(-1)[:1].view(np.uint16)[-1:]
-            bits ^= np.uint16(1 << 6)
+            bits.set(bits.get() ^ np.uint16(1 << 6))
 
     return wrong
 
@@ -74,6 +88,51 @@ def test_another_order_is_noticed(
     assert ("takes its place" in notice) == batch_invariant
     for n, k in (weight.shape for weight in matrices(config)):
         assert f"16 x {n} x {k}" in notice
+
+
+SMALL_CONFIG = SHAPES["small"]
+
+
+def check(cache: Cache, matmul: Callable[[Any], Callable[..., None]] | None = None) -> tuple[list[str], str]:
+    """(notices, how it was found out) of a new backend, whose cuBLAS ``matmul`` may replace."""
+    backend = fresh_backend(SMALL_CONFIG, batch_invariant=False, cache=cache)
+    if matmul is not None:
+        backend._cublas.matmul = matmul(backend._cublas.matmul)
+    with backend.active():
+        backend.check_gemm_order([backend.upload([weight]) for weight in matrices(SMALL_CONFIG)])
+    return backend.notices, backend._times.stages[-1].detail
+
+
+def never(matmul: Callable[..., None]) -> Callable[..., None]:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("it measured")
+
+    return refuse
+
+
+def test_what_was_found_is_remembered(tmp_path: Path) -> None:
+    assert check(Cache(tmp_path / "good")) == ([], "measured")
+    assert check(Cache(tmp_path / "good"), never) == ([], "from the cache")
+    found = check(Cache(tmp_path / "bad"), one_element_wrong)
+    assert len(found[0]) == 1
+    assert check(Cache(tmp_path / "bad"), never) == (found[0], "from the cache")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"nonsense", b"\xff"])
+def test_a_memory_that_makes_no_sense_is_no_memory(tmp_path: Path, content: bytes) -> None:
+    class Nonsense(Cache):
+        def write(self, name: str, key: str, suffix: str, _: bytes) -> Path | None:
+            return super().write(name, key, suffix, _ if suffix == "cubin" else content)
+
+    check(Nonsense(tmp_path))
+    assert check(Cache(tmp_path)) == ([], "measured")
+    assert check(Cache(tmp_path), never) == ([], "from the cache")
+
+
+def test_other_libraries_are_checked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(Cache(tmp_path))
+    monkeypatch.setattr("samir_vllm.backends.cuda_probe.cublas_version", lambda: (99, 0, 0))
+    assert check(Cache(tmp_path)) == ([], "measured")
 
 
 @over(SHAPES)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from twins import (
     ROWS,
-    SHAPES,
     Twins,
     assert_near,
     assert_same_bits,
+    large,
     normal,
-    over,
+    over_gemms,
     product_slack,
     rng_for,
     rounded,
@@ -27,6 +27,10 @@ ROW_COUNTS = (1, 2, 3, 4, 8, 16, 17, 24, 32, 64, 100, 128, 200, 256, 512, 1024, 
 """Where a GEMM library changes its kernel; the last is more than the order is known for in one call."""
 
 PROJECTIONS = ("qkv", "gate_up")
+
+
+def row_counts(twins: Twins) -> list[int]:
+    return [rows for rows in ROW_COUNTS if rows <= twins.max_rows]
 
 
 def shape(config: ModelConfig, projection: str) -> tuple[int, int]:
@@ -45,14 +49,14 @@ def data(config: ModelConfig, projection: str, rows: int) -> tuple[np.ndarray, n
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("projection", PROJECTIONS)
-@over(SHAPES)
+@over_gemms()
 def test_rows(twins: Twins, projection: str, rows: int) -> None:
     x, weight = data(twins.config, projection, rows)
     got, want = twins.both(lambda b: b.linear(b.from_numpy(x), b.upload([weight])))
     assert_near(got, want, steps=1, slack=product_slack(x, weight))
 
 
-@over(SHAPES)
+@over_gemms()
 def test_stacked_weights(twins: Twins) -> None:
     """q, k and v uploaded as three tensors are one weight."""
     x, weight = data(twins.config, "qkv", 19)
@@ -64,7 +68,7 @@ def test_stacked_weights(twins: Twins) -> None:
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS)
-@over(SHAPES)
+@over_gemms()
 def test_ordered_kernel_computes_the_product(twins: Twins, projection: str) -> None:
     """The judge of the next test is itself a product, to FP32 accuracy."""
     x, weight = data(twins.config, projection, 99)
@@ -74,19 +78,19 @@ def test_ordered_kernel_computes_the_product(twins: Twins, projection: str) -> N
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS)
-@over(SHAPES)
+@over_gemms()
 def test_every_row_count_sums_in_the_one_order(twins: Twins, projection: str) -> None:
-    x, weight = data(twins.config, projection, max(ROW_COUNTS))
+    x, weight = data(twins.config, projection, max(row_counts(twins)))
     want = rounded(twins.test(lambda b: b.ordered_linear(b.from_numpy(x), b.upload([weight]))))
-    for rows in ROW_COUNTS:
+    for rows in row_counts(twins):
         first = 7 * rows % (len(x) - rows + 1)  # the same row has another place in each company
         part = slice(first, first + rows)
         got = twins.test(lambda b, part=part: b.linear(b.from_numpy(x[part]), b.upload([weight])))
         assert_same_bits(got, want[part])
 
 
-@pytest.mark.parametrize("rows", [1, 99])
-@over(SHAPES)
+@pytest.mark.parametrize("rows", [1, *large(99)])
+@over_gemms()
 def test_norm_qkv_is_its_two_operations(twins: Twins, rows: int) -> None:
     """Fused or not, the same points are rounded, so the same bits come out."""
     x, weight = data(twins.config, "qkv", rows)

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_linear import ROW_COUNTS
+from test_linear import row_counts
 from twins import (
     ROWS,
-    SHAPES,
     HostPages,
     Part,
     Twins,
     assert_near,
     assert_same_bits,
+    large,
     make_batch,
     normal,
-    over,
+    over_gemms,
     product_slack,
     rng_for,
     rounded,
@@ -48,7 +48,7 @@ def ordered_sum(twins: Twins, x: np.ndarray, weight: np.ndarray, residual: np.nd
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("projection", PROJECTIONS)
-@over(SHAPES)
+@over_gemms()
 def test_rows(twins: Twins, projection: str, rows: int) -> None:
     x, weight, residual = data(twins.config, projection, rows)
     got, want = twins.both(
@@ -58,11 +58,11 @@ def test_rows(twins: Twins, projection: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS)
-@over(SHAPES)
+@over_gemms()
 def test_every_row_count_sums_in_the_one_order(twins: Twins, projection: str) -> None:
-    x, weight, residual = data(twins.config, projection, max(ROW_COUNTS))
+    x, weight, residual = data(twins.config, projection, max(row_counts(twins)))
     want = ordered_sum(twins, x, weight, residual)
-    for rows in ROW_COUNTS:
+    for rows in row_counts(twins):
         first = 7 * rows % (len(x) - rows + 1)
         part = slice(first, first + rows)
         got = twins.test(
@@ -73,9 +73,9 @@ def test_every_row_count_sums_in_the_one_order(twins: Twins, projection: str) ->
         assert_same_bits(got, want[part])
 
 
-@pytest.mark.parametrize("rows", [1, 19, 300])
+@pytest.mark.parametrize("rows", [1, 19, *large(300)])
 @pytest.mark.parametrize("projection", PROJECTIONS)
-@over(SHAPES)
+@over_gemms()
 class TestWhoReadsTheSum:
     """Each reader of the result, which may still be a sum to take, finds the rounded sum."""
 

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_linear import ROW_COUNTS
+from test_linear import row_counts
 from twins import (
     ROWS,
-    SHAPES,
     HostPages,
     Part,
     Twins,
     assert_near,
     assert_same_bits,
+    large,
     make_batch,
     normal,
     over,
+    over_gemms,
     product_slack,
     rng_for,
     small_config,
@@ -35,7 +36,7 @@ def data(config: ModelConfig, rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@over(SHAPES)
+@over_gemms()
 def test_rows(twins: Twins, rows: int) -> None:
     x, weight = data(twins.config, rows)
     got, want = twins.both(lambda b: b.lm_head(b.from_numpy(x), b.upload([weight])))
@@ -50,19 +51,19 @@ def test_whole_vocabulary(twins: Twins, rows: int) -> None:
     assert_near(got, want, steps=0, slack=product_slack(x, weight))
 
 
-@over(SHAPES)
+@over_gemms()
 def test_every_row_count_sums_in_the_one_order(twins: Twins) -> None:
-    x, weight = data(twins.config, max(ROW_COUNTS))
+    x, weight = data(twins.config, max(row_counts(twins)))
     want = twins.test(lambda b: b.ordered_linear(b.from_numpy(x), b.upload([weight])))
-    for rows in ROW_COUNTS:
+    for rows in row_counts(twins):
         first = 7 * rows % (len(x) - rows + 1)
         part = slice(first, first + rows)
         got = twins.test(lambda b, part=part: b.lm_head(b.from_numpy(x[part]), b.upload([weight])))
         assert_same_bits(got, want[part])
 
 
-@pytest.mark.parametrize("rows", [1, 99])
-@over(SHAPES)
+@pytest.mark.parametrize("rows", [1, *large(99)])
+@over_gemms()
 def test_logits_are_their_three_operations(twins: Twins, rows: int) -> None:
     """Rows taken before the norm or after it, fused or not: the same bits."""
     cfg = twins.config

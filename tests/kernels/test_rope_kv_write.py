@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from twins import (
     HEADS,
+    LARGE,
     LAYER,
     ROWS,
     HostPages,
     Part,
     Twins,
     assert_same_bits,
+    large,
     make_batch,
     normal,
     over,
@@ -63,21 +65,21 @@ def token_places(pages: HostPages, batch: Batch) -> np.ndarray:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@over(HEADS)
+@over(HEADS, leave_out=LARGE | {"ratio1_d64", "ratio8_d64"})
 def test_prompt(twins: Twins, rows: int) -> None:
     rng = rng_for("rope prompt", rows)
     check(twins, random_pages(twins, [40, rows], rng), make_batch([Part(1, rows)]), rng)
 
 
 @pytest.mark.parametrize(("start", "count"), [(1, 1), (15, 2), (16, 16), (31, 18), (255, 1), (600, 100)])
-@over(HEADS)
+@over(HEADS, leave_out=LARGE | {"ratio1_d64", "ratio8_d64"})
 def test_chunk_behind_a_prefix(twins: Twins, start: int, count: int) -> None:
     rng = rng_for("rope chunk", start, count)
     check(twins, random_pages(twins, [start + count], rng), make_batch([Part(0, count, start)]), rng)
 
 
-@pytest.mark.parametrize("rows", [1, 19, 99, 256])
-@over(HEADS)
+@pytest.mark.parametrize("rows", [1, 19, *large(99, 256)])
+@over(HEADS, leave_out=LARGE | {"ratio1_d64", "ratio8_d64"})
 def test_decodes(twins: Twins, rows: int) -> None:
     rng = rng_for("rope decodes", rows)
     lengths = rng.integers(1, 400, rows).tolist()
@@ -86,14 +88,14 @@ def test_decodes(twins: Twins, rows: int) -> None:
     check(twins, random_pages(twins, lengths, rng), batch, rng)
 
 
-@over(HEADS)
+@over(HEADS, leave_out=LARGE | {"ratio1_d64", "ratio8_d64"})
 def test_mixed_step(twins: Twins) -> None:
     rng = rng_for("rope mixed")
     parts = [Part(4, 1, 16), Part(0, 1, 99), Part(3, 1), Part(1, 33, 15), Part(5, 200), Part(2, 17, 300)]
     check(twins, random_pages(twins, [400] * 6, rng), make_batch(parts, num_decodes=2), rng)
 
 
-@over(HEADS)
+@over(HEADS, leave_out=LARGE | {"ratio1_d64", "ratio8_d64"})
 def test_positions_that_jump(twins: Twins) -> None:
     """Positions only turn the rotation; where K and V go is the token's index in its sequence."""
     rng = rng_for("rope jump")
@@ -103,7 +105,7 @@ def test_positions_that_jump(twins: Twins) -> None:
 
 
 @pytest.mark.parametrize("decode", [False, True])
-@over(HEADS)
+@over(HEADS, leave_out=LARGE | {"ratio1_d64", "ratio8_d64"})
 def test_tokens_without_a_page_are_skipped(twins: Twins, decode: bool) -> None:
     """Page id -1: q comes out, K and V go nowhere."""
     rng = rng_for("rope skip")

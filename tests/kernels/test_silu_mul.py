@@ -8,7 +8,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from twins import ROWS, SHAPES, SMALL, Twins, assert_near, assert_same_bits, bf16, normal, over, rng_for
+from twins import (
+    ROWS,
+    SHAPES,
+    SMALL,
+    Twins,
+    assert_near,
+    assert_same_bits,
+    bf16,
+    large,
+    normal,
+    over,
+    over_gemms,
+    rng_for,
+)
 
 VANISHED = 1e-30
 
@@ -38,7 +51,7 @@ def test_extreme_gates(twins: Twins) -> None:
     assert_near(got, exact, steps=1, slack=VANISHED)
 
 
-@over({"small": SMALL["small"]})
+@over({"small": SMALL["small"]}, leave_out=["small"])
 def test_more_rows_than_a_grid_is_high(twins: Twins) -> None:
     """65,535 blocks are the most in y and z."""
     from samir_vllm.backends.cuda_backend import CudaBackend
@@ -60,8 +73,8 @@ def test_nan_stays_in_its_place(twins: Twins) -> None:
     assert [tuple(at) for at in np.argwhere(np.isnan(got))] == [(0, 5), (1, 7)]
 
 
-@pytest.mark.parametrize("rows", [1, 99])
-@over(SHAPES)
+@pytest.mark.parametrize("rows", [1, *large(99)])
+@over_gemms()
 def test_norm_mlp_is_its_three_operations(twins: Twins, rows: int) -> None:
     """Fused or not, the same points are rounded, so the same bits come out."""
     cfg, rng = twins.config, rng_for("norm_mlp", rows)

@@ -22,7 +22,17 @@ from samir_vllm.config import PAGE_SIZE, ModelConfig, RopeScaling
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
-ROWS = (1, 19, 99, 989)
+MAX_ROWS = 2304
+"""As many as the largest step has tokens."""
+
+
+def large(*values: Any) -> list[Any]:
+    """Parameters for a GPU only: on the emulator they take too long for what they add."""
+    each = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*value, marks=pytest.mark.large) for value in each]
+
+
+ROWS = (1, 19, *large(99, 989))
 """Row counts that fit no tile."""
 
 MAX_SEQS = 256
@@ -33,6 +43,11 @@ LAYER = 1
 
 POISON = {"nan": float("nan"), "huge": 3e38}
 """What unused places of the pages hold: a product with the first, and a sum with the second, shows."""
+
+poisoned = pytest.mark.parametrize(
+    "poison", [POISON["nan"], pytest.param(POISON["huge"], marks=pytest.mark.emulated_slow)], ids=POISON
+)
+either_poison = pytest.mark.parametrize("poison", POISON.values(), ids=POISON)
 
 # Models
 
@@ -82,6 +97,9 @@ SHAPES = SMALL | {
 }
 """Real widths, K of 576 to 8,192; small vocabularies, odd ones among them (fine-tuned models add tokens)."""
 
+SEGMENTED = {"segmented": small_config(intermediate_size=2080)}
+"""Of the emulator alone, which is too slow for real widths: K of the down projection is cut in segments."""
+
 HEADS = {
     f"ratio{ratio}_d{head_dim}": small_config(ratio=ratio, head_dim=head_dim)
     for head_dim in (64, 128)
@@ -96,9 +114,29 @@ MANY_HEADS = {
 """More query heads to a KV head than one block of decode attention takes."""
 
 
-def over(configs: Mapping[str, ModelConfig]) -> pytest.MarkDecorator:
-    """Runs a test on the twins of each config."""
-    cases = [pytest.param(config, id=name) for name, config in configs.items()]
+LARGE = {
+    *("llama_1b", "vocab_7", "vocab_33", "vocab_32003", "vocab_128256", "llama_vocab"),
+    *("ratio1_d128", "ratio3_d64", "ratio4_d128", "ratio8_d128", "ratio64_d128"),
+}
+"""Configs that the emulator leaves out; what remains has every ratio, and both head sizes."""
+
+
+def over(configs: Mapping[str, ModelConfig], leave_out: Iterable[str] = LARGE) -> pytest.MarkDecorator:
+    """Runs a test on the twins of each config; ``leave_out`` names those the emulator has no time for."""
+    cases = [
+        pytest.param(config, id=name, marks=[pytest.mark.large] if name in leave_out else [])
+        for name, config in configs.items()
+    ]
+    return pytest.mark.parametrize("twins", cases, indirect=True)
+
+
+def over_gemms() -> pytest.MarkDecorator:
+    """`over` the real shapes; on the emulator over a small one, and one with segments."""
+    cases = [
+        pytest.param(config, id=name, marks=[pytest.mark.large] if name in REAL else [])
+        for name, config in SHAPES.items()
+    ]
+    cases += [pytest.param(c, id=name, marks=pytest.mark.emulated_only) for name, c in SEGMENTED.items()]
     return pytest.mark.parametrize("twins", cases, indirect=True)
 
 
@@ -134,10 +172,11 @@ class Twins:
     config: ModelConfig
     oracle: Backend
     tested: Backend
+    max_rows: int = MAX_ROWS  # what the tested one has buffers, and time, for
 
     @classmethod
-    def of(cls, tested: Backend) -> Twins:
-        return cls(tested.config, NumpyBackend(tested.config), tested)
+    def of(cls, tested: Backend, max_rows: int = MAX_ROWS) -> Twins:
+        return cls(tested.config, NumpyBackend(tested.config), tested, max_rows)
 
     def test(self, body: Callable[[Backend], Array]) -> np.ndarray:
         """``body`` on the backend under test, every buffer NaN before it: an unwritten output shows."""
