@@ -67,13 +67,6 @@ def less_shared_memory(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for line in (
-        "emulated: runs CUDA kernels on the CPU; needs g++",
-        "large: too long for the emulator",
-        "emulated_only: a case of the emulator alone",
-        "emulated_slow: slow on the emulator",
-    ):
-        config.addinivalue_line("markers", line)
     if (cache := getattr(config, "cache", None)) is not None:
         emulated.use_folder(cache.mkdir("emulated-kernels"))
 
