@@ -54,6 +54,11 @@ class Event:
             self.stream.run_to(self.count)
 
 
+class Pinned:
+    def __init__(self, memory: Any, offset: int) -> None:
+        self.memory, self.ptr = memory, ctypes.addressof(memory) + offset
+
+
 class Cuda:
     """What cuda_upload asks CuPy for."""
 
@@ -68,8 +73,8 @@ class Cuda:
             runtime=self.runtime,
             Stream=Stream,
             Event=Event,
-            PinnedMemory=bytearray,
-            PinnedMemoryPointer=lambda memory, offset: memory,
+            PinnedMemory=ctypes.create_string_buffer,
+            PinnedMemoryPointer=Pinned,
         )
 
     def copy(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
@@ -117,6 +122,25 @@ def test_matrices_and_read_only_views() -> None:
     with cuda_upload.WeightUploader(0, 2) as uploader:
         uploader.copy(source, target.ctypes.data)
     np.testing.assert_array_equal(target, source)
+
+
+@pytest.mark.usefixtures("cuda")
+def test_an_array_may_be_forgotten_once_it_is_queued() -> None:
+    """A tensor of another dtype is rounded into a copy that nobody else holds."""
+    target = np.zeros(400 * CHUNK, np.uint8)
+    with cuda_upload.WeightUploader(0, 2) as uploader:
+        for i in range(100):
+            uploader.copy(np.full(4 * CHUNK, i, np.uint8), target.ctypes.data + 4 * CHUNK * i)
+    np.testing.assert_array_equal(target, np.repeat(np.arange(100), 4 * CHUNK))
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_transposed_array_arrives_as_it_reads() -> None:
+    source = some_bytes(64 * CHUNK).reshape(64, CHUNK)
+    target = np.zeros((CHUNK, 64), np.uint8)
+    with cuda_upload.WeightUploader(0, 2) as uploader:
+        uploader.copy(source.T, target.ctypes.data)
+    np.testing.assert_array_equal(target, source.T)
 
 
 @pytest.mark.parametrize("fail_at", [0, 3, 99])

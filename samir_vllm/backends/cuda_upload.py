@@ -7,12 +7,13 @@ is sent. Knows addresses and bytes; no tensors and no files.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections import deque
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import NamedTuple, Self
 
 import cupy
 import numpy as np
@@ -22,7 +23,16 @@ from samir_vllm.errors import DeviceError
 
 CHUNK_BYTES = 2 << 20  # with 8 threads the best of 1 to 8 MiB on an H200's host
 MAX_THREADS = 8  # more only wait for each other's page faults
-QUEUED_BYTES = 4 * MAX_THREADS * CHUNK_BYTES  # enough to keep all busy
+QUEUED_BYTES = 128 << 20  # enough to keep all busy
+
+
+class _Stretch(NamedTuple):
+    """Bytes to copy. Plain addresses: what is done for each chunk is done under the interpreter's lock."""
+
+    array: np.ndarray  # whose memory it is, kept alive
+    source: int  # address
+    target: int  # address on the device
+    nbytes: int
 
 
 class WeightUploader:
@@ -44,7 +54,7 @@ class WeightUploader:
         self._threads: list[threading.Thread] = []
         # All below is guarded by the condition, which is notified when any of it may let somebody go on.
         self._changed = threading.Condition()
-        self._queued: deque[tuple[np.ndarray, int]] = deque()  # bytes, and where they go
+        self._queued: deque[_Stretch] = deque()
         self._queued_bytes = 0
         self._ended = False
         self._failure: Exception | None = None
@@ -54,11 +64,11 @@ class WeightUploader:
 
         Returns when little is left to copy, so that whoever queues sees how far the copies are.
         """
-        raw = source.reshape(-1).view(np.uint8)
+        source = np.ascontiguousarray(source)
         with self._changed:
-            if raw.size and self._failure is None:
-                self._queued.append((raw, target))
-                self._queued_bytes += raw.size
+            if source.nbytes and self._failure is None:
+                self._queued.append(_Stretch(source, source.ctypes.data, target, source.nbytes))
+                self._queued_bytes += source.nbytes
                 self._start_threads()
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._queued_bytes <= QUEUED_BYTES)
@@ -98,9 +108,9 @@ class WeightUploader:
     def _work(self) -> None:
         try:
             ring: _PinnedRing | None = None
-            while (claimed := self._claim()) is not None:
+            while (chunk := self._claim()) is not None:
                 ring = ring or _PinnedRing(self._device)
-                ring.send(*claimed)
+                ring.send(chunk)
             if ring is not None:
                 ring.finish()
         except Exception as exc:
@@ -108,21 +118,24 @@ class WeightUploader:
                 self._failure = self._failure or exc
                 self._drop()
 
-    def _claim(self) -> tuple[np.ndarray, int] | None:
-        """The next chunk and its address; None when there will be no more."""
+    def _claim(self) -> _Stretch | None:
+        """The next chunk; None when there will be no more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._queued or self._ended)
-            if not self._queued:
-                return None
-            raw, target = self._queued.popleft()
-            chunk, rest = raw[:CHUNK_BYTES], raw[CHUNK_BYTES:]
-            if rest.size:
-                self._queued.appendleft((rest, target + chunk.size))
+            while not self._queued:
+                if self._ended:
+                    return None
+                self._changed.wait()
+            array, source, target, nbytes = self._queued[0]
+            size = min(CHUNK_BYTES, nbytes)
+            if size == nbytes:
+                self._queued.popleft()
+            else:
+                self._queued[0] = _Stretch(array, source + size, target + size, nbytes - size)
             over = self._queued_bytes > QUEUED_BYTES
-            self._queued_bytes -= chunk.size
+            self._queued_bytes -= size
             if over and self._queued_bytes <= QUEUED_BYTES:
                 self._changed.notify_all()
-            return chunk, target
+            return _Stretch(array, source, target, size)
 
     def _drop(self) -> None:
         """Nothing more is copied."""
@@ -139,18 +152,19 @@ class _PinnedRing:
         cupy.cuda.runtime.setDevice(device)
         self._stream = cupy.cuda.Stream(non_blocking=True)
         # Not from CuPy's pool, which would keep them pinned.
-        memories = [cupy.cuda.PinnedMemory(CHUNK_BYTES) for _ in range(2)]
-        self._chunks = [np.frombuffer(cupy.cuda.PinnedMemoryPointer(m, 0), np.uint8) for m in memories]
+        self._chunks = [
+            cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(CHUNK_BYTES), 0) for _ in range(2)
+        ]
         self._sent = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
         self._turn = 0
 
-    def send(self, source: np.ndarray, target: int) -> None:
-        chunk, sent = self._chunks[self._turn], self._sent[self._turn]
+    def send(self, stretch: _Stretch) -> None:
+        pinned, sent = self._chunks[self._turn].ptr, self._sent[self._turn]
         self._turn = 1 - self._turn
         sent.synchronize()
-        np.copyto(chunk[: source.size], source)  # without the interpreter's lock
-        to_device: Any = cupy.cuda.runtime.memcpyHostToDevice
-        cupy.cuda.runtime.memcpyAsync(target, chunk.ctypes.data, source.size, to_device, self._stream.ptr)
+        runtime, nbytes = cupy.cuda.runtime, stretch.nbytes
+        ctypes.memmove(pinned, stretch.source, nbytes)  # without the interpreter's lock
+        runtime.memcpyAsync(stretch.target, pinned, nbytes, runtime.memcpyHostToDevice, self._stream.ptr)
         sent.record(self._stream)
 
     def finish(self) -> None:
