@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 
@@ -35,6 +35,9 @@ from samir_vllm.sequence import FinishReason, ScheduledStep, Sequence
 from samir_vllm.timing import StartupTimes
 from samir_vllm.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
 from samir_vllm.weights import open_weights
+
+if TYPE_CHECKING:
+    from samir_vllm.backends.cuda_context import EarlyContext
 
 Prompt = str | Seq[int] | Seq[Mapping[str, Any]]
 """Raw text, token ids, or a dialog: ``[{"role": "user", "content": "..."}]`` in the model's chat format."""
@@ -126,17 +129,31 @@ class Engine:
             SamirVllmError: any of its kinds; the message names cause and remedy.
         """
         config = EngineConfig.from_options(**options)
-        self.startup_times = times = StartupTimes()
+        self.startup_times = StartupTimes()
+        self.model_dir: Path = resolve_model(None if model is None else os.fspath(model))
+        model_config = ModelConfig.from_dir(self.model_dir)
         context = begin_context(config)  # the driver needs a while
-        with times.stage("config, tokenizer"):
-            self.model_dir: Path = resolve_model(None if model is None else os.fspath(model))
-            model_config = ModelConfig.from_dir(self.model_dir)
+        try:
+            self._load_model(config, model_config, context, progress or (lambda done, total: None))
+        except BaseException:
+            if context is not None:
+                context.release()
+            raise
+
+    def _load_model(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        context: EarlyContext | None,
+        progress: Progress,
+    ) -> None:
+        times = self.startup_times
+        with times.stage("tokenizer, files of weights"):
             tokenizer = load_tokenizer(self.model_dir)
             chat_format = load_chat_format(self.model_dir, tokenizer)
             weights = open_weights(self.model_dir, model_config)
-        report = progress or (lambda done, total: None)
         load = partial(
-            _load, config, model_config, weights, lambda done: report(done, model_config.num_layers), times
+            _load, config, model_config, weights, lambda done: progress(done, model_config.num_layers), times
         )
         backend = select_backend(config, model_config, context=context, times=times)
         refusal: str | None = None
@@ -150,6 +167,7 @@ class Engine:
             del backend
             if context is not None:
                 context.release()
+            times.stages.clear()  # what comes now has the same names
             backend = fall_back(config, model_config, refusal)
             runner, num_pages = load(backend)
         self.backend_name = backend.name

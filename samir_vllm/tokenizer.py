@@ -517,7 +517,9 @@ def _read_json(root: dict[str, Any]) -> dict[str, Any]:
 
     vocab_bytes, ordinary = _read_vocab(vocab, len(vocab | named))
     for name in special_tokens.keys() & vocab.keys():
-        ordinary.pop(vocab_bytes[vocab[name]], None)
+        # By its id: outside the byte alphabet a name's own bytes may be another token's.
+        if ordinary.get(data := vocab_bytes[vocab[name]]) == vocab[name]:
+            del ordinary[data]
     token_bytes = vocab_bytes.copy()
     for text, token_id in named.items():
         token_bytes[token_id] = _utf8(text, "added_tokens")

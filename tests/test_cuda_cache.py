@@ -185,18 +185,23 @@ def test_a_renamed_entry_is_no_other_keys(folder: Path) -> None:
     assert len(cache.notices) == 1
 
 
-def test_an_entry_that_vanishes_is_a_miss(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process pruned it between our look at the folder and our reading."""
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.EACCES, errno.EMFILE, errno.ENOMEM])
+def test_an_entry_that_can_not_be_read_now_is_a_miss(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Another process pruned it, or it is another user's, or we are short of something: it isn't damaged."""
     cache = Cache(folder)
     path = cache.write("a", "key", "cubin", CONTENT)
     assert path is not None
 
-    def vanish(path: Path) -> bytes:
-        raise FileNotFoundError(path)
+    def fail(path: Path) -> bytes:
+        raise OSError(code, "not now", path)
 
-    monkeypatch.setattr(cuda_cache, "_read_whole", vanish)
-    assert cache.read("a", "key", "cubin") is None
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_cache, "_read_whole", fail)
+        assert cache.read("a", "key", "cubin") is None
     assert cache.notices == []
+    assert cache.read("a", "key", "cubin") == CONTENT
 
 
 # A folder that can't be written
@@ -224,7 +229,9 @@ def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_file_system_that_takes_nothing() -> None:
-    assert_goes_on_without(Cache(Path("/proc/samir_vllm")), "")
+    cache = Cache(Path("/proc/samir_vllm"))
+    assert_goes_on_without(cache, "No such file or directory")
+    assert cache.why_unwritable()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from samir_vllm.__main__ import main
 from samir_vllm.backends import begin_context, cuda_compile, cuda_probe, select_backend
 from samir_vllm.backends.numpy_backend import NumpyBackend
 from samir_vllm.config import ModelConfig
-from samir_vllm.errors import DeviceError
+from samir_vllm.errors import DeviceError, SamirVllmError
 
 GIB = 2**30
 CONFIG = ModelConfig.from_dir(TINY)
@@ -311,6 +312,38 @@ def test_auto_gives_the_early_context_back(model_dir: Path, monkeypatch: pytest.
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     assert Engine(model_dir).backend_name == "numpy"
     assert driver.calls[-1] == "cuDevicePrimaryCtxRelease_v2"
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_load_that_fails_gives_the_early_context_back(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    driver = Driver()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    (model_dir / "tokenizer.json").write_text("{")
+    with pytest.raises(SamirVllmError, match=r"tokenizer\.json"):
+        Engine(model_dir, device=device)
+    assert driver.calls[-1] == "cuDevicePrimaryCtxRelease_v2"
+
+
+def test_where_no_more_threads_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    context = begin_context(EngineConfig(device="cuda"))
+    assert context is not None
+    context.release()
+    assert context.seconds is None
+
+
+def test_a_source_that_can_not_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cuda_probe, "find_cuda_src", lambda: tmp_path)
+    (tmp_path / "argmax.cu").write_bytes(b'#include "gone.cuh"\n')
+    (tmp_path / "embedding.cu").write_bytes(b"\xff")
+    for stem, file in (("argmax", "gone.cuh"), ("embedding", "embedding.cu"), ("silu_mul", "silu_mul.cu")):
+        with pytest.raises(DeviceError, match=f"{file} can't be read: .*; reinstall samir-vllm"):
+            cuda_compile.kernel_source(stem)
 
 
 def test_the_cpu_asks_for_no_context() -> None:

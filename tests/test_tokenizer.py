@@ -209,6 +209,16 @@ def test_tokens_that_merging_cannot_reach(llama3: Tokenizer, ranks: dict[bytes, 
         llama3._whole_piece_first = True
 
 
+def test_a_special_token_takes_no_other_token_away(tmp_path: Path) -> None:
+    """One outside the byte alphabet has bytes that an ordinary token may have too: here a space and `Ġ`."""
+    document = tiny_json()
+    document["model"]["vocab"][" "] = 261
+    document["added_tokens"].append(added(" ", 261))
+    tokenizer = read(document, tmp_path)
+    assert tokenizer.encode(" ") == [32]
+    assert tokenizer.encode(" ", allow_special=True) == [261]
+
+
 def test_special_tokens(llama3: Tokenizer) -> None:
     meta = GOLDEN["meta"]
     assert llama3_special_tokens(meta["n_base"]) == GOLDEN["special_tokens"]

@@ -153,28 +153,82 @@ def test_a_failed_copy_is_one_line_at_the_end(cuda: Cuda, fail_at: int) -> None:
     assert str(caught.value).startswith("weights can't be copied to cuda:1: the GPU fell off the bus; see")
 
 
+class Gated(cuda_upload.WeightUploader):
+    """Copies wait until what is queued is dropped."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        super().__init__(0, 1)
+        self.gate = cuda.gate = threading.Event()
+
+    def _drop(self) -> None:
+        super()._drop()
+        self.gate.set()
+
+
 def test_an_error_of_the_caller_ends_the_work(cuda: Cuda) -> None:
-    """Ctrl-C, or a tensor that is missing: what is queued is dropped, and the error stays what it was."""
-    cuda.gate = threading.Event()
+    """A tensor that is missing: what is queued is dropped, and the error stays what it was."""
     source, target = some_bytes(8 * CHUNK), np.zeros(8 * CHUNK, np.uint8)
-    opener = threading.Timer(0.2, cuda.gate.set)
 
     def load() -> None:
-        with cuda_upload.WeightUploader(0, 1) as uploader:
+        with Gated(cuda) as uploader:
             uploader.copy(source, target.ctypes.data)
-            opener.start()
             raise KeyError("no such tensor")
 
     with pytest.raises(KeyError):
         load()
-    opener.join()
-    assert cuda.copies < 8
+    assert cuda.copies <= 2  # those that were claimed
+
+
+def test_ctrl_c_while_it_waits_for_the_end(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread goes on to write to memory that somebody else may have by then."""
+    source, target = some_bytes(8 * CHUNK), np.zeros(8 * CHUNK, np.uint8)
+
+    class Interrupted(Gated):
+        interrupted = False
+
+        def _join(self) -> None:
+            if not self.interrupted:
+                self.interrupted = True
+                raise KeyboardInterrupt
+            super()._join()
+
+    with pytest.raises(KeyboardInterrupt), Interrupted(cuda) as uploader:
+        uploader.copy(source, target.ctypes.data)
+    assert cuda.copies <= 2
+
+
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_where_no_more_threads_can_be_started(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def in_background(work: Any, name: str) -> threading.Thread | None:
+        if len(started) == most:
+            return None
+        started.append(threading.Thread(target=work))
+        started[-1].start()
+        return started[-1]
+
+    monkeypatch.setattr(cuda_upload, "in_background", in_background)
+    source, target = some_bytes(20 * CHUNK), np.zeros(20 * CHUNK, np.uint8)
+
+    def load() -> None:
+        with cuda_upload.WeightUploader(0, 8) as uploader:
+            uploader.copy(source, target.ctypes.data)
+
+    if most == 0:
+        with pytest.raises(DeviceError, match="no thread can be started: "):
+            load()
+    else:
+        load()
+        np.testing.assert_array_equal(target, source)
 
 
 def test_whoever_queues_waits_for_the_copies(cuda: Cuda) -> None:
     """So that progress means copies, not promises."""
     cuda.gate = threading.Event()
     queued: list[int] = []
+    full = threading.Event()
     source = some_bytes(CHUNK)
     target = np.zeros(CHUNK, np.uint8)
 
@@ -183,10 +237,13 @@ def test_whoever_queues_waits_for_the_copies(cuda: Cuda) -> None:
             for i in range(42):
                 uploader.copy(source, target.ctypes.data)
                 queued.append(i)
+                if i == 31:
+                    full.set()
 
     thread = threading.Thread(target=queue_all)
     thread.start()
-    thread.join(0.3)  # it can't end; that it gets as far as it can in this time is not asked for
+    assert full.wait(20)
+    thread.join(0.2)  # it can't end, but might go on
     assert len(queued) <= 33  # one is under way
     cuda.gate.set()
     thread.join(20)

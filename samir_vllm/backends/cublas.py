@@ -38,7 +38,7 @@ class Cublas:
         Raises:
             DeviceError: the library can't be loaded or initialised.
         """
-        self.version = cuda_probe.cublas_version()  # says what to install where there is none
+        cuda_probe.cublas_version()  # says what to install where there is none
         from cupy_backends.cuda.libs import cublas
 
         self._lib = cuda_probe.loaded_library("libcublas.so")

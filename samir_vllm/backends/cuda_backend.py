@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -32,6 +31,7 @@ from samir_vllm.backends import (
 )
 from samir_vllm.backends.cublas import WORKSPACE_BYTES, Cublas
 from samir_vllm.backends.cuda_cache import Cache
+from samir_vllm.backends.cuda_context import in_background
 from samir_vllm.backends.cuda_probe import Gpu, one_line
 from samir_vllm.backends.cuda_upload import WeightUploader
 from samir_vllm.config import PAGE_SIZE, ModelConfig
@@ -156,13 +156,8 @@ class CudaBackend(Backend):
         self._uploaded_bytes = 0
         self._partials: tuple[Any, ...] = ()
         self._decode_shared_bytes = cuda_compile.decode_shared_bytes(config, self._gpu.max_shared_bytes)
-        try:
+        with self._errors_in_words():
             self._start()
-        except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, OSError) as exc:
-            raise DeviceError(
-                f"cuda:{self._gpu.index} ({self._gpu.name}) can't be used: {one_line(exc)}; "
-                "see what else runs on it, or run with --device cpu"
-            ) from None
 
     def _start(self) -> None:
         with self._device:
@@ -179,8 +174,18 @@ class CudaBackend(Backend):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with self._device, self.stream:
+        with self._device, self.stream, self._errors_in_words():
             yield
+
+    @contextmanager
+    def _errors_in_words(self) -> Iterator[None]:
+        try:
+            yield
+        except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as exc:
+            raise DeviceError(
+                f"cuda:{self._gpu.index} ({self._gpu.name}) can't be used: {one_line(exc)}; "
+                "see what else runs on it, or run with --device cpu"
+            ) from None
 
     # Memory
 
@@ -265,14 +270,14 @@ class CudaBackend(Backend):
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
-        first_products = threading.Thread(target=self._first_products, name="first-products", daemon=True)
-        first_products.start()
+        first_products = in_background(self._first_products, "first-products")
         try:
             with self._new_uploader() as self._uploader:
                 yield
         finally:
             self._uploader = None
-            first_products.join()
+            if first_products is not None:
+                first_products.join()
 
     def _first_products(self) -> None:
         """One product of zeros for each shape of a layer.
@@ -675,9 +680,10 @@ class CudaBackend(Backend):
         """What the order may depend on: GPU, libraries, shapes, and how we multiply and compare."""
         parts = (
             *(self._gpu.name, self._gpu.compute_capability, self._gpu.num_sms, cuda_probe.driver_version()),
-            *(self._cublas.version, [m.shape for m in matrices], self._max_logit_rows, self._max_tokens),
+            *(cuda_probe.loaded_build("libcublas.so"), cuda_probe.loaded_build("libcublasLt.so")),
+            *([m.shape for m in matrices], self._max_logit_rows, self._max_tokens),
             *(Path(__file__).read_bytes(), Path(cublas.__file__).read_bytes()),
-            cuda_compile.kernel_source("linear"),
+            cuda_compile.kernel_key("linear", self.config, self._gpu),
         )
         return repr(parts)
 

@@ -8,6 +8,7 @@ once write the same. Nothing here raises: where the folder is of no use, reads m
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -22,6 +23,8 @@ MAX_ENTRIES = 512
 RENEW_SECONDS = 24 * 3600.0  # how stale an entry's time of last use may be
 ABANDONED_SECONDS = 3600.0  # a temporary file this old has no writer any more
 TEMPORARY = ".tmp-"
+# Another process removed the entry, or it is another user's, or we are short of something.
+NOT_ITS_FAULT = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 ENTRY = re.compile(r"(?P<of_key>[\w.-]+-[0-9a-f]{32})-(?P<content>[0-9a-f]{32})(?P<suffix>\.\w+)")
 
 
@@ -70,7 +73,8 @@ class Cache:
             return None
         path = self.folder / f"{_of_key(name, key)}-{_digest(content)}.{suffix}"
         try:
-            # Ours alone, and never in /tmp: what lies here will be run, so nobody else may put it there.
+            # Ours alone where we make it, and never in /tmp: what lies here will be run, and a digest doesn't
+            # say who wrote it. A folder that the user names is the user's to guard.
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _write_whole(path, content)
         except OSError as exc:
@@ -116,11 +120,9 @@ class Cache:
             content = _read_whole(path)
             if path.stem.endswith(_digest(content)):
                 return content
-        except FileNotFoundError:
-            if not path.is_symlink():  # another process removed it
+        except OSError as exc:
+            if exc.errno in NOT_ITS_FAULT and not path.is_symlink():
                 return None
-        except OSError:
-            pass
         self._damaged.append(path.name)
         _remove(path)
         return None

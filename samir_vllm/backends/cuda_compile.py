@@ -75,7 +75,11 @@ def _expand(folder: Path, name: str, seen: set[str]) -> str:
         return ""
     seen.add(name)
     lines = [f'#line 1 "{name}"']
-    for number, line in enumerate((folder / name).read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        text = (folder / name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise Unavailable(f"{folder / name} can't be read: {one_line(exc)}", "reinstall samir-vllm") from None
+    for number, line in enumerate(text.splitlines(), start=1):
         if found := re.fullmatch(r'#include "([\w.]+)"', line):
             lines += [_expand(folder, found[1], seen), f'#line {number + 1} "{name}"']
         else:
@@ -190,6 +194,12 @@ def build_kernels(config: ModelConfig, arch: str, max_shared_bytes: int, cache: 
         for stem, source in missing.items():
             cache.write(stem, cache_key(source, options, compiler), "cubin", cubins[stem])
     return BuiltKernels(cubins, len(missing), len(STEMS) - len(missing), time.perf_counter() - start)
+
+
+def kernel_key(stem: str, config: ModelConfig, gpu: Gpu) -> str:
+    """All that the machine code of ``<stem>.cu`` depends on."""
+    options = compiler_options(arch_of(gpu), definitions(config, gpu.max_shared_bytes))
+    return cache_key(kernel_source(stem), options, cuda_probe.nvrtc_build())
 
 
 def cache_key(source: str, options: tuple[str, ...], compiler: str) -> str:

@@ -9,8 +9,19 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections.abc import Callable
 
 LIBRARY = "libcuda.so.1"
+
+
+def in_background(work: Callable[[], None], name: str) -> threading.Thread | None:
+    """A thread that does ``work``; None where the system gives no more threads."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
 
 
 class EarlyContext:
@@ -20,12 +31,12 @@ class EarlyContext:
         self.seconds: float | None = None  # that it took; None if there is none (yet)
         self._index = index
         self._retained: tuple[ctypes.CDLL, ctypes.c_int] | None = None
-        self._thread = threading.Thread(target=self._make, name="cuda-context", daemon=True)
-        self._thread.start()
+        self._thread = in_background(self._make, "cuda-context")
 
     def wait(self) -> None:
         """Return when the context is there, or can't be had."""
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def release(self) -> None:
         """Give it back, where the GPU isn't used after all."""

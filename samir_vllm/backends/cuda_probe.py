@@ -17,7 +17,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -131,8 +131,8 @@ def cupy_install() -> CupyInstall:
 
 def _import_cupy() -> Any:
     try:
-        with _room_for_cupys_cache(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # CuPy warns of a toolkit it didn't find; we look ourselves
+        # What is done for the first import is global, and no business of threads that come later.
+        with nullcontext() if sys.modules.get("cupy") else _first_import():
             import cupy
     except Exception as exc:
         name = next(iter(cupy_distributions()), None)
@@ -145,17 +145,23 @@ def _import_cupy() -> Any:
 
 
 @contextmanager
+def _first_import() -> Iterator[None]:
+    with _room_for_cupys_cache(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CuPy warns of a toolkit it didn't find; we look ourselves
+        yield
+
+
+@contextmanager
 def _room_for_cupys_cache() -> Iterator[None]:
     """Inside it CuPy can be imported whatever the home folder is like.
 
     Importing it makes the folder of its own kernel cache, and fails where that can't be (CuPy 14.2). Our
     kernels never go there, so a temporary one does as well.
     """
-    given = os.environ.get("CUPY_CACHE_DIR")
-    wanted = os.path.expanduser("~/.cupy/kernel_cache") if given is None else given
-    if "cupy" in sys.modules or _can_make(wanted):
+    if has_room_for_cupys_cache():
         yield
         return
+    given = os.environ.get("CUPY_CACHE_DIR")
     try:
         os.environ["CUPY_CACHE_DIR"] = folder = tempfile.mkdtemp(prefix="cupy-")
     except OSError:  # no room anywhere: CuPy shall say what it lacks
@@ -171,8 +177,9 @@ def _room_for_cupys_cache() -> Iterator[None]:
             os.environ["CUPY_CACHE_DIR"] = given
 
 
-def _can_make(folder: str) -> bool:
-    """Makes the folder, as CuPy would; False where that fails."""
+def has_room_for_cupys_cache() -> bool:
+    """Makes CuPy's folder, as CuPy would; where that fails, importing it changes the environment."""
+    folder = os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))
     if folder.startswith("~"):  # no home is known, and CuPy would make a folder of that name here
         return False
     try:
@@ -247,6 +254,15 @@ def nvrtc_build() -> str:
     if not paths:
         nvrtc_version()
         paths = _mapped_files("libnvrtc.so")
+    return _builds(paths)
+
+
+def loaded_build(name: str) -> str:
+    """Tells the build of a library that is loaded, by the beginning of its name, from any other."""
+    return _builds(_mapped_files(name))
+
+
+def _builds(paths: set[str]) -> str:
     try:
         stats = [(path, os.stat(path)) for path in sorted(paths)]
     except OSError:  # replaced on disk since it was loaded

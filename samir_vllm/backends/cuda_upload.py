@@ -11,13 +11,13 @@ import ctypes
 import os
 import threading
 from collections import deque
-from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple, Self
 
 import cupy
 import numpy as np
 
+from samir_vllm.backends.cuda_context import in_background
 from samir_vllm.backends.cuda_probe import one_line
 from samir_vllm.errors import DeviceError
 
@@ -62,7 +62,7 @@ class WeightUploader:
     def copy(self, source: np.ndarray, target: int) -> None:
         """Queue the copy of a contiguous array to a device address; the array must stay as it is.
 
-        Returns when little is left to copy, so that whoever queues sees how far the copies are.
+        Returns when at most QUEUED_BYTES are left to copy: whoever queues sees how far the copies are.
         """
         source = np.ascontiguousarray(source)
         with self._changed:
@@ -85,10 +85,19 @@ class WeightUploader:
             if kind is not None:
                 self._drop()
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        try:
+            self._join()
+        except BaseException:  # Ctrl-C: what has the memory next must not be written to
+            with self._changed:
+                self._drop()
+            self._join()
+            raise
         if kind is None:
             self._raise_failure()
+
+    def _join(self) -> None:
+        for thread in self._threads:
+            thread.join()
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -101,9 +110,13 @@ class WeightUploader:
         """As many as there are chunks to copy, up to the most."""
         wanted = min(self._max_threads, -(-self._queued_bytes // CHUNK_BYTES))
         while len(self._threads) < wanted:
-            thread = threading.Thread(target=self._work, name="weight-upload", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            thread = in_background(self._work, "weight-upload")
+            if thread is not None:
+                self._threads.append(thread)
+            elif self._threads:
+                return  # fewer will do
+            else:
+                raise DeviceError("no thread can be started: raise the limit on processes (ulimit -u)")
 
     def _work(self) -> None:
         try:
@@ -188,6 +201,4 @@ def pinned_rate(device: int, nbytes: int = 1 << 30) -> float:
             end.record(stream)
             end.synchronize()
             rates.append(nbytes // chunk * chunk / cupy.cuda.get_elapsed_time(start, end) * 1e3)
-        with suppress(Exception):
-            del target
         return max(rates)

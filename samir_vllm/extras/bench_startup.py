@@ -63,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
             start(model_dir, args.device, Path(cache)) for _ in _tracked(args.runs + 1, "starts", console)
         ]
     report = make_report(model_dir, starts[0], starts[1:])
+    if report["backend"] == "cuda" and (rate := measured_pinned_rate(args.device)) is not None:
+        report["pinned_bytes_per_second"] = rate
     if args.json:
         print(json.dumps(report))
     else:
@@ -92,13 +94,20 @@ def start(model_dir: Path, device: str, cache: Path) -> Start:
     quiet = subprocess.DEVNULL
     with tempfile.TemporaryFile() as err:
         child = subprocess.Popen(command, env=environment, stdin=quiet, stdout=quiet, stderr=err)
-        _, status, usage = os.wait4(child.pid, 0)
+        try:
+            _, status, usage = os.wait4(child.pid, 0)
+        except BaseException:  # Ctrl-C
+            child.kill()
+            child.wait()
+            raise
         child.returncode = os.waitstatus_to_exitcode(status)
         err.seek(0)
         messages = err.read().decode().splitlines()
     if child.returncode != 0:
         raise SamirVllmError((messages or ["the start failed"])[-1].removeprefix("samir_vllm: "))
-    timing = json.loads(messages[-1])
+    timing = next((json.loads(line) for line in reversed(messages) if line.startswith("{")), None)
+    if timing is None:
+        raise SamirVllmError("a start told no times; see generate --timing --json")
     seconds = timing["seconds_to_first_token"]
     return Start(timing["backend"], seconds, timing["stages"], usage.ru_maxrss * 1024)
 
@@ -118,7 +127,7 @@ def make_report(model_dir: Path, cold: Start, warm: list[Start]) -> dict[str, An
         )
     weights = next(s["seconds"] for s in stages if s["name"] == "weights")
     nbytes = 2 * config.num_parameters
-    report = {
+    return {
         "model": str(model_dir),
         "backend": warm[0].backend,
         "runs": len(warm),
@@ -131,11 +140,19 @@ def make_report(model_dir: Path, cold: Start, warm: list[Start]) -> dict[str, An
         "peak_host_bytes": max(w.peak_bytes for w in warm),
         "peak_host_bytes_beside_mapping": max(w.peak_bytes for w in warm) - nbytes,
     }
-    if report["backend"] == "cuda":
-        from samir_vllm.backends.cuda_upload import pinned_rate
 
-        report["pinned_bytes_per_second"] = pinned_rate(0)
-    return report
+
+def measured_pinned_rate(device: str) -> float | None:
+    """Bytes a second from pinned memory to the GPU of that name; None if it can't be measured now."""
+    from samir_vllm.backends.cuda_probe import require_gpu
+
+    try:
+        gpu = require_gpu(int(device.partition(":")[2] or 0))
+        from samir_vllm.backends.cuda_upload import pinned_rate  # it imports CuPy, which must be possible
+
+        return pinned_rate(gpu.index)
+    except (SamirVllmError, RuntimeError, MemoryError):  # CuPy's errors are RuntimeErrors
+        return None
 
 
 def _table(report: dict[str, Any]) -> Table:
