@@ -7,8 +7,11 @@
 
 #ifdef EMULATED
 #define PTX_OR_PLAIN(ptx, plain) plain
+// Of a function that a warp must call as one: the place of the call, so that the tests see if it doesn't.
+#define AND_PLACE , EMULATED_PLACE
 #else
 #define PTX_OR_PLAIN(ptx, plain) ptx
+#define AND_PLACE
 #endif
 
 // Arithmetic
@@ -86,10 +89,10 @@ EMULATED_UNCHECKED void multiply_matrices(MmaOperands* const (&lanes)[32]) {
 //   b: (k 2t, column g), (2t + 8, g), two neighbouring k in each word
 //   c: (row g, column 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
 __device__ __forceinline__ void mma_m16n8k16(float (&c)[4], const unsigned int (&a)[4], unsigned int b0,
-                                             unsigned int b1) {
+                                             unsigned int b1 AND_PLACE) {
 #ifdef EMULATED
     MmaOperands mine = {c, a, {b0, b1}};
-    emulator::whole_warp("mma_m16n8k16", mine, multiply_matrices);
+    emulator::whole_warp("mma_m16n8k16", mine, file, line, multiply_matrices);
 #else
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -133,10 +136,10 @@ inline void load_matrices_trans(LdmatrixOperands* const (&lanes)[32]) {
 
 // Four 8x8 matrices of 16-bit values from shared memory. Lane 8i + r gives the address of row r (16 bytes) of
 // matrix i; r[i] is matrix i's row lane / 4, columns 2 (lane % 4) and the next.
-__device__ __forceinline__ void ldmatrix_x4(unsigned int (&r)[4], const void* row) {
+__device__ __forceinline__ void ldmatrix_x4(unsigned int (&r)[4], const void* row AND_PLACE) {
 #ifdef EMULATED
     LdmatrixOperands mine = {r, emulator::shared(row, 16)};
-    emulator::whole_warp("ldmatrix_x4", mine, load_matrices);
+    emulator::whole_warp("ldmatrix_x4", mine, file, line, load_matrices);
 #else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -146,10 +149,10 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned int (&r)[4], const void* ro
 }
 
 // As ldmatrix_x4, each matrix transposed: r[i] is matrix i's rows 2 (lane % 4) and the next, column lane / 4.
-__device__ __forceinline__ void ldmatrix_x4_trans(unsigned int (&r)[4], const void* row) {
+__device__ __forceinline__ void ldmatrix_x4_trans(unsigned int (&r)[4], const void* row AND_PLACE) {
 #ifdef EMULATED
     LdmatrixOperands mine = {r, emulator::shared(row, 16)};
-    emulator::whole_warp("ldmatrix_x4_trans", mine, load_matrices_trans);
+    emulator::whole_warp("ldmatrix_x4_trans", mine, file, line, load_matrices_trans);
 #else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -192,9 +195,9 @@ __device__ __forceinline__ void cp_async_wait() {
 }
 
 // A barrier of its own for `threads` threads of the block, whole warps; `id` from 1 to 15 (0 is __syncthreads).
-__device__ __forceinline__ void named_barrier(int id, int threads) {
+__device__ __forceinline__ void named_barrier(int id, int threads AND_PLACE) {
     PTX_OR_PLAIN(asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"),
-                 emulator::named_barrier(id, threads));
+                 emulator::named_barrier(id, threads, file, line));
 }
 
 // What needs sm_90: bulk copies, the barriers they report to, and kernels that overlap their predecessors.

@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -52,6 +52,10 @@ ALIGNMENT = 256
 MAX_SHARED_BYTES = 227 << 10
 """Of a block, unless a test says otherwise: as on an H100."""
 
+MAX_THREADS = 1024
+MAX_GRID = (2**31 - 1, 65535, 65535)
+"""Of any launch on any GPU."""
+
 needs_compiler = pytest.mark.skipif(
     COMPILER is None, reason="g++, which builds kernels for the CPU, is not installed"
 )
@@ -73,8 +77,9 @@ class Builder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         for file in folder.iterdir():
-            if time.time() - file.stat().st_mtime > UNUSED_SECONDS:
-                shutil.rmtree(file) if file.is_dir() else file.unlink()
+            with suppress(FileNotFoundError):  # another process may be quicker
+                if time.time() - file.stat().st_mtime > UNUSED_SECONDS:
+                    shutil.rmtree(file, ignore_errors=True) if file.is_dir() else file.unlink()
         self._pool = ThreadPoolExecutor(os.cpu_count())
         self._programs: dict[str, Future[Path]] = {}
 
@@ -82,7 +87,7 @@ class Builder:
         """A program with these kernels of ``source``; ``options`` are ``-DNAME=VALUE``."""
         code = re.sub(r"//[^\n]*", "", source)
         used = [o for o in options if re.search(rf"\b{o[2:].split('=')[0]}\b", code)]
-        entries = "".join(f"    EMULATED_KERNEL({name}),\n" for name in kernels)
+        entries = "".join(f"    EMULATED_KERNEL({name}, {_launch_bounds(code, name)}),\n" for name in kernels)
         # In an anonymous namespace the shared variables of templates may lie in a section, too.
         text = (
             f'#include "emulator.h"\nnamespace {{\n{source}\n}}\n#line 1 "entries"\n'
@@ -120,6 +125,13 @@ class Builder:
                 _compile("-O2", "-c", str(FOLDER / "emulator.cpp"), "-o", str(out))
                 out.replace(target)
         return target
+
+
+def _launch_bounds(code: str, kernel: str) -> str:
+    """What stands in the kernel's ``__launch_bounds__``; first the most threads that a block may have."""
+    bounds = r"__launch_bounds__\s*\(((?:[^()]|\([^()]*\))*)\)"
+    found = re.search(rf"{bounds}\s*(?:void\s+)?{kernel}\s*\(", code)
+    return found[1] if found else str(MAX_THREADS)
 
 
 def _digest(*texts: str) -> str:
@@ -165,9 +177,10 @@ def stem_program(stem: str, config: ModelConfig, max_shared_bytes: int) -> Futur
 class Kernel:
     """Callable as CuPy's kernels are; the program is built at the first call, if it isn't yet."""
 
-    def __init__(self, name: str, program: Callable[[], Future[Path]]) -> None:
+    def __init__(self, name: str, program: Callable[[], Future[Path]], max_shared_bytes: int) -> None:
         self.name = name
         self._program = program
+        self._max_shared_bytes = max_shared_bytes
         self.max_dynamic_shared_size_bytes = 48 << 10
 
     def __call__(
@@ -186,12 +199,9 @@ class Kernel:
         """
         if shared_mem > self.max_dynamic_shared_size_bytes:
             raise EmulatorError(f"{self.name}: {shared_mem} bytes of shared memory weren't asked for")
-        limits = zip((*grid, 1, 1), (2**31 - 1, 65535, 65535), strict=False)
-        if any(n > most for n, most in limits) or np.prod(block) > 1024:
-            raise EmulatorError(f"{self.name}: a grid of {grid} blocks of {block} is too large")
         program = self._program().result()
         launches[self.name] += 1
-        run(program, self.name, grid, block, args, shared_mem)
+        run(program, self.name, grid, block, args, shared_mem, self._max_shared_bytes)
 
 
 def run(
@@ -201,11 +211,15 @@ def run(
     block: tuple[int, ...],
     args: tuple[Any, ...],
     shared_bytes: int = 0,
+    max_shared_bytes: int = MAX_SHARED_BYTES,
 ) -> None:
     """One launch in all orders; see `Kernel`."""
+    within = all(0 < n <= most for n, most in zip((*grid, 1, 1), MAX_GRID, strict=False))
+    if not within or min(block) < 1 or np.prod(block) > MAX_THREADS:
+        raise EmulatorError(f"{name}: CUDA refuses a grid of {grid} blocks of {block} threads")
     spans = _spans([a for a in args if isinstance(a, np.ndarray)])
     words = [_argument(name, i, arg, spans) for i, arg in enumerate(args)]
-    head = [*(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], shared_bytes, len(args), len(spans)]
+    head = [*(*grid, 1, 1)[:3], *(*block, 1, 1)[:3], shared_bytes, max_shared_bytes, len(args), len(spans)]
     start = 8 * (len(head) + 2 + 5 * len(args) + 3 * len(spans))
     places, at = [], start
     for first, stop in spans:
@@ -489,7 +503,7 @@ def load_kernels(config: ModelConfig, gpu: Gpu, cache: Any) -> cuda_compile.Load
     """As `cuda_compile.load_kernels`."""
     most = gpu.max_shared_bytes
     kernels = {
-        name: Kernel(name, functools.partial(stem_program, stem, config, most))
+        name: Kernel(name, functools.partial(stem_program, stem, config, most), most)
         for stem, names in cuda_compile.KERNELS.items()
         for name in names
     }

@@ -1,4 +1,5 @@
-"""Every kernel compiles without a GPU: for each architecture and model, no warning, no spill, no stack.
+"""Every kernel compiles without a GPU: for each architecture and model, no warning, no spill, no stack, and
+no more shared memory than a block may have.
 
 Also how kernels come from the cache to the GPU, and how the sources are arranged: what each file opens
 with, where PTX may stand, what ``KERNELS`` lists.
@@ -32,6 +33,7 @@ from samir_vllm.backends.cuda_compile import (
     load_kernels,
 )
 from samir_vllm.backends.cuda_probe import Gpu
+from samir_vllm.config import ModelConfig
 from samir_vllm.errors import DeviceError
 
 CUDA_SRC = Path(__file__).parents[2] / "cuda_src"
@@ -70,6 +72,25 @@ def problems(compiled: Compiled) -> list[str]:
     return found
 
 
+def dynamic_bytes(kernel: str, model: ModelConfig, max_shared_bytes: int) -> int:
+    """What the host asks for beside the kernel's static shared memory."""
+    if kernel == "paged_attention_decode":
+        return cuda_compile.decode_shared_bytes(model, max_shared_bytes)
+    if kernel == "paged_attention_prefill":
+        return cuda_compile.prefill_shared_bytes(model)
+    return 0
+
+
+def too_much_shared_memory(compiled: Compiled, model: ModelConfig, arch: str) -> list[str]:
+    most = MAX_SHARED_BYTES[arch]
+    bytes_of = {k.name: (k.shared_bytes, dynamic_bytes(k.name, model, most)) for k in compiled.resources}
+    return [
+        f"{name} takes {static} + {dynamic} bytes of shared memory, a block may have {most}"
+        for name, (static, dynamic) in bytes_of.items()
+        if static + dynamic > most
+    ]
+
+
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("model", REAL)
@@ -85,6 +106,7 @@ def test_kernels_compile_clean(stem: str, model: str, arch: str) -> None:
     assert compiled.cubin
     assert sorted(kernel.name for kernel in compiled.resources) == sorted(KERNELS[stem])
     assert problems(compiled) == []
+    assert too_much_shared_memory(compiled, REAL[model], arch) == []
 
 
 @needs_compiler
@@ -93,7 +115,9 @@ def test_kernels_compile_clean(stem: str, model: str, arch: str) -> None:
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("stem", ["paged_attention_decode", "paged_attention_prefill", "rope_kv_write"])
 def test_every_number_of_heads_compiles_clean(stem: str, heads: str, arch: str) -> None:
-    assert problems(cuda_compile.compile_cubin(stem, HEADS[heads], arch)) == []
+    compiled = cuda_compile.compile_cubin(stem, HEADS[heads], arch)
+    assert problems(compiled) == []
+    assert too_much_shared_memory(compiled, HEADS[heads], arch) == []
 
 
 @needs_compiler
@@ -135,6 +159,19 @@ class TestTheJudgeCanFail:
                 for (int i = 0; i < 32; ++i) x[i] = values[at[i + 32]];
             }""")
         assert "stack frame" in complaint
+
+    def test_shared_memory(self, sources: Path) -> None:
+        """32 KiB more, which the compiler takes: where the least is to be had, K and V fill the rest."""
+        arch, model = "sm_86", REAL["llama_1b"]
+        path = sources / "paged_attention_decode.cu"
+        text, line = path.read_text(encoding="utf-8"), "    __shared__ bool is_last;\n"
+        assert line in text
+        more = "    __shared__ volatile float more[8192];\n    more[threadIdx.x] = 0.0f;\n"
+        for code, verdicts in ((text, 0), (text.replace(line, line + more), 1)):
+            path.write_text(code, encoding="utf-8")
+            compiled = cuda_compile.compile_cubin(path.stem, model, arch)
+            assert problems(compiled) == []
+            assert len(too_much_shared_memory(compiled, model, arch)) == verdicts
 
     def test_error(self) -> None:
         with pytest.raises(DeviceError, match=r"planted\.cu.*undefined_name"):

@@ -79,15 +79,18 @@ class TestReductionOrder:
         backend.check_gemm_order(matrices)
         assert backend.notices == []
 
+    @pytest.mark.parametrize("place", [0, -1])
     @pytest.mark.parametrize("batch_invariant", [False, True])
-    def test_one_wrong_bit_is_noticed(self, batch_invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_wrong_bit_is_noticed(
+        self, batch_invariant: bool, place: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         backend, matrices = self.backend(batch_invariant=batch_invariant)
         product = backend._cublas.matmul
 
         def wrong(x: Any, weight: Any, out: Any, **options: Any) -> None:
             product(x, weight, out, **options)
             if len(x) >= 16 and not options.get("add"):
-                out.reshape(-1)[:1].view(np.uint16)[-1:] ^= np.uint16(1 << 6)
+                out.reshape(-1)[place:][:1].view(np.uint16)[-1:] ^= np.uint16(1 << 6)
 
         monkeypatch.setattr(backend._cublas, "matmul", wrong)
         backend.check_gemm_order(matrices)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import emulated
@@ -17,12 +20,18 @@ PTX = emulated.cuda_compile.cuda_probe.find_cuda_src() / "ptx.cuh"
 
 
 def launch(
-    body: str, *args: Any, threads: int = 64, blocks: int = 1, shared: int = 0, parameters: str = "float* out"
+    body: str,
+    *args: Any,
+    threads: int = 64,
+    blocks: int = 1,
+    shared: int = 0,
+    parameters: str = "float* out",
+    bounds: str = "",
 ) -> Any:
     """Runs a kernel of this body; its first line is line 1 of ``planted.cu``."""
     source = (
         f'#line 1 "ptx.cuh"\n{PTX.read_text(encoding="utf-8").replace("#pragma once", "")}\n'
-        f'extern "C" __global__ void planted({parameters})\n#line 0 "planted.cu"\n{{\n{body}\n}}\n'
+        f'extern "C" __global__ void {bounds} planted({parameters})\n#line 0 "planted.cu"\n{{\n{body}\n}}\n'
     )
     program = emulated.builder().program(source, ["planted"], ()).result()
     emulated.run(program, "planted", (blocks,), (threads,), args, shared)
@@ -102,10 +111,15 @@ def test_a_stage_taken_while_others_read_it_is_a_race() -> None:
     np.testing.assert_array_equal(got, 4 * np.arange(64)[::-1] + 64 * 6)
 
 
-def test_unwritten_shared_memory_is_nan() -> None:
-    got = launch("__shared__ float x[64]; out[threadIdx.x] = x[threadIdx.x] + dynamic_shared<float>()[0];",
-                 floats(), shared=16)  # fmt: skip
-    assert np.isnan(got).all()
+@pytest.mark.parametrize("memory", ["x", "dynamic_shared<float>()"])
+def test_use_of_unwritten_shared_memory_is_found(memory: str) -> None:
+    """Even by a maximum, which passes over NaN."""
+    body = f"__shared__ float x[64]; out[threadIdx.x] = fmaxf(out[threadIdx.x], {memory}[threadIdx.x]);"
+    fails("a race", body, shared=256)
+    got = launch(
+        f"__shared__ float x[64]; if (threadIdx.x == 64) out[0] = {memory}[0];", floats(), shared=256
+    )
+    np.testing.assert_array_equal(got, np.arange(64))
 
 
 # Memory
@@ -179,6 +193,31 @@ def test_lanes_at_different_collectives_are_found() -> None:
           "    else out[threadIdx.x] = __shfl_xor_sync(~0u, 2.0f, 1);")  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "mma_m16n8k16(c, a, 1, 2);",
+        "ldmatrix_x4(a, x + threadIdx.x * 4);",
+        "ldmatrix_x4_trans(a, x + threadIdx.x * 4);",
+        "named_barrier(1, 32);",
+    ],
+)
+def test_lanes_that_come_to_a_warps_instruction_from_two_places_are_found(call: str) -> None:
+    prepare = (
+        "__shared__ __align__(16) float x[128]; x[threadIdx.x] = 0; float c[4] = {}; unsigned int a[4] = {};"
+    )
+    name = call.partition("(")[0]
+    fails(rf"{name} at planted.cu:[23].*{name} at planted.cu:[23]",
+          f"{prepare}\nif (threadIdx.x % 2) {call}\nelse {call}", threads=32)  # fmt: skip
+    launch(f"{prepare}\n{call}", floats(), threads=32)
+
+
+def test_a_named_barrier_takes_whole_warps() -> None:
+    body = "if (threadIdx.x PART) named_barrier(1, 64);"
+    fails("of warp 0 only lanes 0x55555555 have come", body.replace("PART", "% 2 == 0"), threads=128)
+    launch(body.replace("PART", "/ 32 % 2 == 0"), floats(), threads=128)
+
+
 def test_a_lane_that_has_ended_is_found() -> None:
     body = "if (threadIdx.x == 40) return; __syncwarp();"
     fails("end", body)
@@ -197,6 +236,18 @@ def test_a_deadlock_is_found() -> None:
         "__shared__ Mbarrier b; mbarrier_init(&b, 2); mbarrier_wait(&b, 0);",
         threads=1,
     )
+
+
+def test_a_bulk_copy_that_nobody_waits_for_is_found() -> None:
+    body = """__shared__ __align__(16) float x[64];
+        __shared__ Mbarrier b;
+        mbarrier_init(&b, 1);
+        mbarrier_arrive_expect_tx(&b, 256);
+        bulk_copy(x, out, 256, &b);
+        WAIT"""
+    only_one = body.replace("WAIT", "if (blockIdx.x == 0) mbarrier_wait(&b, 0);")
+    fails(r"block \(1, 0, 0\) ends.*256 bytes", only_one, threads=1, blocks=2)
+    launch(body.replace("WAIT", "mbarrier_wait(&b, 0);"), floats(), threads=1, blocks=2)
 
 
 def test_an_endless_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +278,46 @@ def test_arguments_that_do_not_fit_the_kernel_are_found() -> None:
         5,
         parameters=parameters,
     )
+
+
+@pytest.mark.parametrize("bounds", ["__launch_bounds__(32 * 2)", "__launch_bounds__((32 + 32), 4)"])
+def test_more_threads_than_the_kernel_allows_are_found(bounds: str) -> None:
+    launch("out[threadIdx.x] = 0;", floats(), bounds=bounds)
+    fails("blocks of 65 threads, where the kernel allows 64", "out[0] = 0;", threads=65, bounds=bounds)
+
+
+def test_a_grid_or_block_that_cuda_refuses_is_found() -> None:
+    for size in ({"blocks": 0}, {"blocks": 2**31}, {"threads": 0}, {"threads": 1025}):
+        fails("CUDA refuses", "", **size)
+
+
+def test_more_shared_memory_than_a_block_may_have_is_found() -> None:
+    body = "__shared__ float x[64]; x[threadIdx.x] = 0; dynamic_shared<float>()[threadIdx.x] = x[63];"
+    most = emulated.MAX_SHARED_BYTES - 256
+    launch(body, floats(), shared=most)
+    fails(
+        f"256 bytes of shared memory and {most + 4} dynamic ones, where a block may have",
+        body,
+        shared=most + 4,
+    )
+
+
+def test_a_builder_leaves_alone_what_others_take_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_remove = shutil.rmtree
+
+    def second(folder: Path, **options: Any) -> None:
+        really_remove(folder)
+        really_remove(folder, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", second)
+    (tmp_path / "gone").symlink_to("nowhere")  # listed, but not there
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (0, 0))
+    emulated.Builder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["gone"]
 
 
 def test_text_that_does_not_compile_says_where() -> None:

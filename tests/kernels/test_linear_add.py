@@ -158,3 +158,24 @@ class TestWhoReadsTheSum:
             )
 
         assert_same_bits(twins.test(of_the_sum), twins.test(of_the_rounded))
+
+    def test_logits_of_some_rows_leave_the_sum_readable(
+        self, twins: Twins, projection: str, rows: int
+    ) -> None:
+        """Rows written back would be added to a second time."""
+        x, weight, residual = data(twins.config, projection, rows)
+        cfg, rng = twins.config, rng_for("head")
+        norm, head = normal(rng, cfg.hidden_size), normal(rng, cfg.vocab_size, cfg.hidden_size, scale=0.02)
+        batch = make_batch([Part(0, rows)], logit_rows=np.unique([0, rows // 2, rows - 1]))
+        pages = HostPages(cfg, [rows], rng)
+
+        def sum_after_logits(backend):
+            pages.install(backend)
+            inputs = backend.stage(batch)
+            summed = backend.linear_add(
+                backend.from_numpy(x), backend.upload([weight]), backend.from_numpy(residual)
+            )
+            backend.logits(summed, backend.upload([norm]), backend.upload([head]), inputs)
+            return summed
+
+        assert_same_bits(twins.test(sum_after_logits), ordered_sum(twins, x, weight, residual))

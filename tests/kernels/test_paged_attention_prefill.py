@@ -63,6 +63,19 @@ def test_chunk_behind_a_prefix(twins: Twins, start: int, count: int, poison: flo
     check_prefill(twins, [Part(0, count, start)], rng_for("chunk", start, count), poison)
 
 
+@over(HEADS, leave_out=HEADS.keys() - {"ratio1_d64"})
+def test_third_split(twins: Twins) -> None:
+    """The last of 530 tokens, over two splits and over three; decode gives the same bits."""
+    rng = rng_for("third split")
+    pages = pages_with(twins.config, [make_kv(twins.config, 530, rng)], rng)
+    q = make_q(twins, 25, rng)
+    got = check(twins, pages, make_batch([Part(0, 25, 505)]), q)
+    pages.tables *= 3
+    rows = np.array([0, 7, 24])
+    batch = make_batch([Part(i, 1, 505 + int(row)) for i, row in enumerate(rows)], num_decodes=3)
+    assert_same_bits(twins.test(lambda b: attend(b, pages, batch, q[rows])), got[rows])
+
+
 @poisoned
 @over(HEADS, leave_out=HEADS)
 def test_packed_sequences(twins: Twins, poison: float) -> None:

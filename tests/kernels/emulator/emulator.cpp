@@ -109,7 +109,7 @@ Place barrier_place;
 NamedBarrier named_barriers[16];
 std::vector<Copy> bulk_copies;
 char* dynamic_memory;
-size_t dynamic_bytes;
+size_t dynamic_bytes, most_shared_bytes;
 void (*run_kernel)(const Argument*);
 std::vector<Argument> arguments;
 
@@ -122,7 +122,7 @@ std::string position(const Fibre& f) {
 
 std::string text_of(const Place& place) {
     std::string text = place.what;
-    if (place.line) text += std::string(" at ") + place.file + ":" + std::to_string(place.line);
+    if (place.file[0]) text += std::string(" at ") + place.file + ":" + std::to_string(place.line);
     return text;
 }
 
@@ -304,10 +304,28 @@ void fibre_main() {
 extern "C" char __start_emulated_shared[] __attribute__((weak));
 extern "C" char __stop_emulated_shared[] __attribute__((weak));
 
+// What the program's kernels have together, without the redzones between.
+size_t static_shared_bytes() {
+    size_t bytes = 0;
+    for (const char* p = __start_emulated_shared; p != __stop_emulated_shared; ++p) {
+        if (!__asan_address_is_poisoned(p)) ++bytes;
+    }
+    return bytes;
+}
+
+void check_shared_bytes() {
+    const size_t fixed = static_shared_bytes();
+    if (fixed + dynamic_bytes <= most_shared_bytes) return;
+    fail("%zu bytes of shared memory and %zu dynamic ones, where a block may have %zu", fixed, dynamic_bytes,
+         most_shared_bytes);
+}
+
 void spoil_shared_memory() {
+    // NaN; but a maximum passes over it, so in one order a number (3e38 as a float or as BF16), to be told apart.
+    const char spoilt = order == REVERSE ? 0x7f : char(0xff);
     // Not by memset, which AddressSanitizer watches: there are redzones between the variables.
-    for (volatile char* p = __start_emulated_shared; p != __stop_emulated_shared; ++p) *p = char(0xff);
-    if (dynamic_memory) memset(dynamic_memory, 0xff, dynamic_bytes);
+    for (volatile char* p = __start_emulated_shared; p != __stop_emulated_shared; ++p) *p = spoilt;
+    if (dynamic_memory) memset(dynamic_memory, spoilt, dynamic_bytes);
 }
 
 // An mbarrier's word: count, arrivals still missing, bytes still missing (may be negative for a while), phase, a mark.
@@ -431,20 +449,38 @@ int block_barrier(int predicate, const char* what, const char* file, int line) {
     return barrier_result;
 }
 
-void named_barrier(int id, int threads) {
+namespace {
+
+// Warps come to a named barrier as one. All that have come are in `here`.
+void check_whole_warps(const std::vector<int>& here) {
+    for (int warp = 0; warp < int(warps.size()); ++warp) {
+        unsigned int lanes = 0;
+        for (int i : here) lanes |= i / 32 == warp ? 1u << i % 32 : 0u;
+        if (lanes && ~lanes) fail("named_barrier: of warp %d only lanes %#x have come", warp, lanes);
+    }
+}
+
+}  // namespace
+
+void named_barrier(int id, int threads, const char* file, int line) {
     if (id < 1 || id > 15 || threads % 32 || threads > num_threads) fail("named_barrier(%d, %d)", id, threads);
+    const int self = number_of(current);
+    const Place place = {"named_barrier", file, line};
     NamedBarrier& b = named_barriers[id];
+    for (int i : b.waiting) {
+        if (i / 32 != self / 32 || fibres[i].waits_at == place) continue;
+        fail("lane %d waits in %s, but lane %d is at %s", i % 32, text_of(fibres[i].waits_at).c_str(), self % 32,
+             text_of(place).c_str());
+    }
     if (!b.waiting.empty() && b.threads != threads) {
         fail("named barrier %d of %d and of %d threads", id, b.threads, threads);
     }
     b.threads = threads;
-    if (int(b.waiting.size()) + 1 == threads) {
-        for (int i : b.waiting) wake(i);
-        b.waiting.clear();
-    } else {
-        b.waiting.push_back(number_of(current));
-        wait_at({"named_barrier"});
-    }
+    b.waiting.push_back(self);
+    if (int(b.waiting.size()) < threads) return wait_at(place);
+    check_whole_warps(b.waiting);
+    for (int i : b.waiting) wake(i);
+    b.waiting.clear();
 }
 
 void* dynamic_shared() {
@@ -535,6 +571,9 @@ void run_block() {
         wake(i);
     }
     switch_to(fibres[pick()]);
+    if (bulk_copies.empty()) return;
+    fail("block (%u, %u, %u) ends, and nobody has waited for a bulk copy of %u bytes", blockIdx.x, blockIdx.y,
+         blockIdx.z, bulk_copies[0].bytes);
 }
 
 void out_of_time(int) { fail("no end after %d s of processor time", cpu_seconds()); }
@@ -587,10 +626,10 @@ struct Launch {
     explicit Launch(const long long* p) {
         grid = {unsigned(p[0]), unsigned(p[1]), unsigned(p[2])};
         block = {unsigned(p[3]), unsigned(p[4]), unsigned(p[5])};
-        dynamic_bytes = p[6];
-        const long long num_arguments = p[7], num_buffers = p[8];
-        bytes_from = p[9], bytes = p[10];
-        p += 11;
+        dynamic_bytes = p[6], most_shared_bytes = p[7];
+        const long long num_arguments = p[8], num_buffers = p[9];
+        bytes_from = p[10], bytes = p[11];
+        p += 12;
         for (int i = 0; i < num_arguments; ++i, p += 5) {  // buffer or -1, place in it, itemsize, size, bits
             argument_buffers.push_back(p[0]);
             itemsizes.push_back(p[2]);
@@ -655,7 +694,10 @@ int main(int count, char** words) {
     if (fd < 0 || fstat(fd, &info)) fail("can't open %s", words[2]);
     char* file = static_cast<char*>(map(info.st_size, MAP_SHARED, fd));
     Launch launch(reinterpret_cast<long long*>(file));
-    if (launch.block.x * launch.block.y * launch.block.z > MAX_THREADS) fail("more than %d threads", MAX_THREADS);
+    const int most_threads = std::min(kernel->most_threads, MAX_THREADS);
+    const int threads = launch.block.x * launch.block.y * launch.block.z;
+    if (threads > most_threads) fail("blocks of %d threads, where the kernel allows %d", threads, most_threads);
+    check_shared_bytes();
     kernel->check(arguments.data(), arguments.size());
     run_kernel = kernel->run;
 

@@ -2,10 +2,16 @@
 //
 // Can show: a missing or misplaced barrier or wait (every thread is a fibre, resumed in three orders, whose results
 // must agree), reads and writes outside any buffer or array (AddressSanitizer), misaligned access (UBSan), use of
-// unwritten shared memory (NaN), lanes that miss a collective, deadlock, wrong launch arguments.
-// Can't show, so needs a GPU: order between blocks (they run one after another: one that waits for another never
-// ends, and one that counts its arrival before all its threads have written isn't seen), timing, bank conflicts, how
-// tensor cores round, dependent launches, what the compiler makes of it.
+// unwritten shared memory (NaN, in one order 3e38), lanes that miss a collective, deadlock, wrong launch arguments, too many threads or
+// too much shared memory.
+// Can't show, so needs a GPU:
+// - order between blocks: they run one after another, so one that waits for another never ends, and one that counts
+//   its arrival before all its threads have written isn't seen;
+// - what comes between two waits of a thread, for a fibre gives way only where it waits: a plain read-modify-write
+//   where an atomic belongs passes;
+// - order of memory, which is the program's here: a missing __threadfence or async_fence passes;
+// - lanes that meet in one line, but not in one call: two calls in that line, or its function called from two places;
+// - timing, bank conflicts, how tensor cores round, dependent launches, what the compiler makes of it.
 //
 // The kernel's text comes behind this header, in an anonymous namespace (see emulated.py); emulator.cpp is the other
 // half.
@@ -20,7 +26,7 @@
 #define __global__
 #define __device__
 #define __forceinline__ inline
-#define __launch_bounds__(...)
+#define __launch_bounds__(...)  // emulated.py reads it
 #define __align__(n) __attribute__((aligned(n)))
 // One block runs at a time, so its shared memory may be static; the section makes it easy to find.
 #define __shared__ static __attribute__((section("emulated_shared")))
@@ -59,7 +65,7 @@ bool meet(unsigned int mask, void* mine, const char* what, const char* file, int
 void part(unsigned int mask);  // they go on
 
 int block_barrier(int predicate, const char* what, const char* file, int line);  // how many predicates held
-void named_barrier(int id, int threads);
+void named_barrier(int id, int threads, const char* file, int line);
 
 void* dynamic_shared();
 void check_shared(const void* p, unsigned long bytes, unsigned long alignment);
@@ -92,8 +98,8 @@ void collective(unsigned int mask, T& mine, const char* what, const char* file, 
 
 // An instruction of all 32 lanes.
 template <class T, class Combine>
-void whole_warp(const char* what, T& mine, Combine combine) {
-    collective(~0u, mine, what, "ptx.cuh", 0, combine);
+void whole_warp(const char* what, T& mine, const char* file, int line, Combine combine) {
+    collective(~0u, mine, what, file, line, combine);
 }
 
 // One argument of a launch; a pointer, null or into one of the launch's buffers, or the bits of a number.
@@ -142,15 +148,22 @@ struct Kernel {
     const char* name;
     void (*check)(const Argument*, int);
     void (*run)(const Argument*);
+    int most_threads;  // of a block
 };
+
+template <class... More>
+constexpr int first(int n, More...) {
+    return n;
+}
 
 }  // namespace emulator
 
-// The kernels of a program, behind their text; the last is {}.
+// The kernels of a program, behind their text, each with what stands in its __launch_bounds__; the last is {}.
 extern const emulator::Kernel emulated_kernels[];
-#define EMULATED_KERNEL(name)                                                                          \
+#define EMULATED_KERNEL(name, ...)                                                                     \
     {#name, [](const emulator::Argument* a, int count) { emulator::check(name, a, count); },           \
-     [](const emulator::Argument* a) { emulator::call(name, a, emulator::indices(name)); }}
+     [](const emulator::Argument* a) { emulator::call(name, a, emulator::indices(name)); },            \
+     emulator::first(__VA_ARGS__)}
 
 // Numbers. Subnormals are flushed by the processor, as NVRTC's -ftz=true asks of the GPU.
 
