@@ -51,10 +51,8 @@ class ModelRunner:
             # Pages first: where memory doesn't suffice it shows before the long part.
             with times.stage("KV pages"):
                 backend.allocate_kv_cache(num_pages, max_num_seqs, max_pages_per_seq)
-            with times.stage("weights") as stage:
+            with times.stage("weights"):
                 self.weights = load_weights(backend, config, tensors, progress)
-            nbytes = 2 * config.num_parameters
-            stage.detail = f"{nbytes / 1e6:,.0f} MB, {nbytes / stage.seconds / 1e9:.1f} GB/s"
             backend.check_gemm_order(gemm_shapes(self.weights))
 
     def run(self, step: ScheduledStep) -> list[int]:

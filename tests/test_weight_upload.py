@@ -266,6 +266,9 @@ def test_on_the_gpu() -> None:
     with backend.active():
         with backend.uploading():
             arrays = [backend.upload(stack) for stack in stacks]
+        copies = next(s for s in backend._times.stages if s.name == "copies to the GPU")
+        assert copies.background
+        assert copies.detail.startswith("246 MB, ")  # 40 stacks of 3,078 rows, padded to 3,080
         for array, stack in zip(arrays, stacks, strict=True):
             np.testing.assert_array_equal(array.get(), np.concatenate(stack))
         # Outside of `uploading` a tensor is there at once.

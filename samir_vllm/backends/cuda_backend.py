@@ -49,6 +49,7 @@ ELEMENTWISE_THREADS = 256
 CHECKED_ROWS = (1, 2, 4, 8, 16, 17, 32, 64, 100, 128, 200, 256, 512, 1024, 2048)
 """Numbers of rows at which check_gemm_order looks: where libraries like to change their kernels."""
 GEMM_ORDER = "gemm-order"  # the cache's name for what check_gemm_order found
+COPIES = "copies to the GPU"  # a stage of a start, beside cuBLAS's first products
 NULL = np.uintp(0)  # a null pointer in a kernel's arguments
 
 
@@ -271,9 +272,13 @@ class CudaBackend(Backend):
     @contextmanager
     def uploading(self) -> Iterator[None]:
         first_products = in_background(self._first_products, "first-products")
+        started, before = time.perf_counter(), self._uploaded_bytes
         try:
             with self._new_uploader() as self._uploader:
                 yield
+            seconds, nbytes = time.perf_counter() - started, self._uploaded_bytes - before
+            rate = f"{nbytes / 1e6:,.0f} MB, {nbytes / seconds / 1e9:.1f} GB/s"
+            self._times.add(COPIES, seconds, rate, background=True)
         finally:
             self._uploader = None
             if first_products is not None:

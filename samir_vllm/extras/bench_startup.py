@@ -125,7 +125,8 @@ def make_report(model_dir: Path, cold: Start, warm: list[Start]) -> dict[str, An
             | {"seconds": statistics.median(seconds), "cold_seconds": before["seconds"]}
             | {"cold_detail": before["detail"]}
         )
-    weights = next(s["seconds"] for s in stages if s["name"] == "weights")
+    seconds_of = {s["name"]: s["seconds"] for s in stages}
+    weights = seconds_of.get("copies to the GPU", seconds_of["weights"])
     nbytes = 2 * config.num_parameters
     return {
         "model": str(model_dir),

@@ -131,7 +131,7 @@ def test_a_memory_that_makes_no_sense_is_no_memory(tmp_path: Path, content: byte
 
 def test_other_libraries_are_checked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(Cache(tmp_path))
-    monkeypatch.setattr("samir_vllm.backends.cuda_probe.cublas_version", lambda: (99, 0, 0))
+    monkeypatch.setattr("samir_vllm.backends.cuda_probe.loaded_build", lambda name: f"{name}.99")
     assert check(Cache(tmp_path)) == ([], "measured")
 
 
