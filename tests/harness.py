@@ -1,9 +1,12 @@
-"""Drives the forward pass without an engine: packed chunks of tokens in, logits of every token out."""
+"""Drives the forward pass without an engine: packed chunks in, logits of every token out. Loads tools."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,18 @@ GOLDEN = Path(__file__).parent / "golden"
 TINY = GOLDEN / "tiny-llama3"
 SLOT_PAGES = (45, 8, 6, 6)
 """Pages of each layer that the four slots of the block tables have."""
-"""Bits of a NaN in the uint16 arrays that hold BF16 on the GPU."""
+
+
+def load_tool(name: str) -> ModuleType:
+    """``tools/<name>.py`` as a module."""
+    path = Path(__file__).parents[1] / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
 
 
 @dataclass

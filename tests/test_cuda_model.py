@@ -6,20 +6,18 @@ summed in segments, some of them left to the next norm (no golden data).
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from harness import GOLDEN, TINY, Chunk, Model, fresh_pages, make_cuda_model, run
+from harness import GOLDEN, TINY, Chunk, Model, fresh_pages, load_tool, make_cuda_model, run
 from samir_vllm import Engine, EngineConfig, SamplingParams
 from samir_vllm.backends import select_backend
 from samir_vllm.config import ModelConfig
@@ -42,17 +40,6 @@ DEMO_GAP = 0.4
 
 Trace = dict[tuple[str, int], np.ndarray]
 """Buffers by name and layer, FP32, in the order of execution."""
-
-
-def load_tool(name: str) -> ModuleType:
-    path = Path(__file__).parents[1] / "tools" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

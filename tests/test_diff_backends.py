@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from harness import TINY
+from harness import TINY, load_tool
 from samir_vllm.backends.numpy_backend import NumpyBackend, NumpyInputs
 from samir_vllm.config import EngineConfig, ModelConfig
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    path = Path(__file__).parents[1] / "tools" / "diff_backends.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("diff_backends")
 
 
 class AnotherOrder(NumpyBackend):

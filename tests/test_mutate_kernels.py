@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import signal
@@ -10,11 +9,11 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from harness import load_tool
 from samir_vllm.backends.cuda_compile import KERNELS
 
 ROOT = Path(__file__).parents[1]
@@ -24,17 +23,7 @@ SOURCES = sorted(path for path in (ROOT / "cuda_src").iterdir() if path.suffix i
 needs_emulator = pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(PROGRAM.stem, PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load()
+tool = load_tool("mutate_kernels")
 
 
 def text_of(file: str) -> str:

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import gc
 import hashlib
-import importlib.util
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import samir_vllm.tokenizer as tokenizer_module
+from harness import load_tool
 from samir_vllm.errors import TokenizerError
 from samir_vllm.tokenizer import LLAMA3_SPLIT, Tokenizer, llama3_special_tokens, load_tokenizer
 
@@ -834,13 +834,7 @@ def survives(reader: Any, content: bytes, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_check_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = Path(__file__).parent.parent / "tools" / "check_tokenizer.py"
-    spec = importlib.util.spec_from_file_location("check_tokenizer", source)
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-
+    tool = load_tool("check_tokenizer")
     (tmp_path / "tokenizer.json").write_text(json.dumps(tiny_json()))
     text = tmp_path / "text.txt"
     text.write_bytes("ab\r\nabc é€ NEW".encode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import struct
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from test_config import LLAMA32_1B
 
+from harness import load_tool
 from samir_vllm import weights as weights_module
 from samir_vllm.config import ModelConfig
 from samir_vllm.errors import WeightsError
@@ -632,13 +632,7 @@ def test_mutated_index(tmp_path: Path, changes: dict, flips: list[tuple[int, int
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    path = Path(__file__).parents[1] / "tools" / "make_random_checkpoint.py"
-    spec = importlib.util.spec_from_file_location("make_random_checkpoint", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_tool("make_random_checkpoint")
 
 
 def test_random_checkpoint_loads_and_is_sane(tool: ModuleType, tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
-from harness import TINY
+from test_config import LLAMA32_1B
 
 ROOT = Path(__file__).parent.parent
 
@@ -79,16 +78,6 @@ def test_wheel_answers_from_a_clean_environment(site: Path, env: dict[str, str],
     assert "pull smollm2-135m-instruct" in result.stderr
 
 
-LLAMA_1B = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 128_256,
-}
-
 BUILD = """
 from pathlib import Path
 from samir_vllm.backends import cuda_compile, cuda_probe
@@ -105,8 +94,7 @@ print(cuda_probe.find_cuda_src(), cache.folder, built.compiled, built.cached, *b
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 def test_wheel_compiles_every_kernel_once(site: Path, env: dict[str, str], tmp_path: Path) -> None:
     """With no GPU and no CUDA toolkit to be found; the second process finds the first one's work."""
-    config = json.loads((TINY / "config.json").read_text()) | LLAMA_1B
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA32_1B))
     toolkit = ("CUDA_PATH", "CUDA_HOME", "LD_LIBRARY_PATH", "XDG_CACHE_HOME", "SAMIR_VLLM_CACHE_DIR")
     env = {name: value for name, value in env.items() if name not in toolkit} | {"PATH": "/nowhere"}
     stems = sorted(path.stem for path in (ROOT / "cuda_src").glob("*.cu"))
