@@ -28,7 +28,7 @@ def cuda_backend(config: ModelConfig) -> Backend:
 
 def emulated_backend(config: ModelConfig, max_shared_bytes: int = emulated.MAX_SHARED_BYTES) -> Backend:
     if emulated.COMPILER is None:
-        pytest.skip("g++, which builds kernels for the CPU, is not installed")
+        pytest.skip(emulated.NO_COMPILER)
     return emulated.cuda_backend_class(max_shared_bytes)(
         config, max_tokens=EMULATED_MAX_ROWS, max_num_seqs=64, max_logit_rows=EMULATED_MAX_ROWS
     )

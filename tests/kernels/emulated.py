@@ -56,9 +56,8 @@ MAX_THREADS = 1024
 MAX_GRID = (2**31 - 1, 65535, 65535)
 """Of any launch on any GPU."""
 
-needs_compiler = pytest.mark.skipif(
-    COMPILER is None, reason="g++, which builds kernels for the CPU, is not installed"
-)
+NO_COMPILER = "g++, which builds kernels for the CPU, is not installed"
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason=NO_COMPILER)
 
 launches: Counter[str] = Counter()
 """How often each kernel ran in this process."""
@@ -163,6 +162,13 @@ def use_folder(folder: Path) -> None:
     """Keep programs here, for later runs too; before the first is built."""
     global _folder
     _folder = folder
+
+
+def header(name: str) -> str:
+    """The text of a header of ``cuda_src``, its own includes in place of their lines."""
+    folder = cuda_probe.find_cuda_src()
+    assert folder is not None
+    return cuda_compile._expand(folder, name, set())
 
 
 def stem_program(stem: str, config: ModelConfig, max_shared_bytes: int) -> Future[Path]:
@@ -355,12 +361,6 @@ class _Nothing:
     def record(self, stream: Any = None) -> None:
         pass
 
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def use(self) -> _Nothing:
-        return self
-
 
 class _NeverRaised(Exception):
     pass
@@ -383,26 +383,20 @@ def _memcpy_2d(
         ctypes.memmove(target + row * to_pitch, source + row * from_pitch, width)
 
 
-def _modules() -> dict[str, ModuleType]:
-    """``cupy`` and ``cupyx``."""
-    cupy, cupyx = ModuleType("cupy"), ModuleType("cupyx")
-    pool = SimpleNamespace(free_bytes=lambda: 0, free_all_blocks=lambda: None)
+def _cupy() -> ModuleType:
+    cupy = ModuleType("cupy")
+    pool = SimpleNamespace(free_bytes=lambda: 0)
     runtime = SimpleNamespace(
         CUDARuntimeError=_NeverRaised,
-        memcpy=_memcpy,
         memcpyAsync=_memcpy,
         memcpy2DAsync=_memcpy_2d,
         memcpyHostToDevice=1,
         memcpyDeviceToHost=2,
         memcpyDeviceToDevice=3,
         memGetInfo=lambda: (8 << 30, 8 << 30),
-        getDevice=lambda: 0,
-        setDevice=lambda device: None,
     )
     members = {
-        "ndarray": DeviceArray,
         "empty": empty,
-        "concatenate": lambda parts: np.concatenate(parts).view(DeviceArray),
         "get_default_memory_pool": lambda: pool,
         "cuda": SimpleNamespace(
             Device=_Nothing,
@@ -415,7 +409,7 @@ def _modules() -> dict[str, ModuleType]:
         ),
     }
     vars(cupy).update(members)
-    return {"cupy": cupy, "cupyx": cupyx}
+    return cupy
 
 
 # In place of cuBLAS and what brings weights to the device
@@ -423,8 +417,6 @@ def _modules() -> dict[str, ModuleType]:
 
 class Cublas:
     """Products in the one reduction order: m16n8k16 steps in K order, each exact and rounded with the sum."""
-
-    version = (0, 0, 0)
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -520,15 +512,15 @@ def load_kernels(config: ModelConfig, gpu: Gpu, cache: Any) -> cuda_compile.Load
 def _stand_ins() -> Iterator[None]:
     """Whoever imports CuPy here gets ours; what of the package was imported meanwhile is forgotten again."""
     before = dict(sys.modules)
-    replaced = {name for name in sys.modules if name.partition(".")[0] in ("cupy", "cupyx")}
+    replaced = {name for name in sys.modules if name.partition(".")[0] == "cupy"}
     for name in replaced:
         del sys.modules[name]
-    sys.modules.update(_modules())
+    sys.modules["cupy"] = _cupy()
     try:
         yield
     finally:
         for name in set(sys.modules) - set(before):
-            if name.startswith("samir_vllm.backends.") or name.partition(".")[0] in ("cupy", "cupyx"):
+            if name.startswith("samir_vllm.backends.") or name.partition(".")[0] == "cupy":
                 del sys.modules[name]
                 parent, _, child = name.rpartition(".")
                 if parent in sys.modules:

@@ -16,7 +16,7 @@ from emulated import EmulatorError
 pytestmark = [pytest.mark.emulated, emulated.needs_compiler]
 
 
-PTX = emulated.cuda_compile.cuda_probe.find_cuda_src() / "ptx.cuh"
+PTX = emulated.header("ptx.cuh")
 
 
 def launch(
@@ -30,7 +30,7 @@ def launch(
 ) -> Any:
     """Runs a kernel of this body; its first line is line 1 of ``planted.cu``."""
     source = (
-        f'#line 1 "ptx.cuh"\n{PTX.read_text(encoding="utf-8").replace("#pragma once", "")}\n'
+        f"{PTX}\n"
         f'extern "C" __global__ void {bounds} planted({parameters})\n#line 0 "planted.cu"\n{{\n{body}\n}}\n'
     )
     program = emulated.builder().program(source, ["planted"], ()).result()

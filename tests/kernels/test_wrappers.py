@@ -8,7 +8,6 @@ absolute values at each step (`product_slack`); here it may lose twice that, bec
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,12 @@ Launch = Callable[..., None]
 
 
 def source() -> str:
-    """``wrappers.cu``, its includes in place."""
+    """``wrappers.cu``, its include in place."""
     text = (Path(__file__).parent / "wrappers.cu").read_text(encoding="utf-8")
-    folder = cuda_probe.find_cuda_src()
-    assert folder is not None
-    headers = (folder / "ptx.cuh", folder / "common.cuh")
-    parts = [f'#line 1 "{path.name}"\n{path.read_text(encoding="utf-8")}' for path in headers]
-    whole = "\n".join([*parts, f'#line 1 "wrappers.cu"\n{text}'])
-    return re.sub(r"^#(pragma once|include .*)$", "", whole, flags=re.MULTILINE)
+    before, include, behind = text.partition('#include "common.cuh"\n')
+    assert include
+    line = before.count("\n") + 2
+    return f'{before}{emulated.header("common.cuh")}\n#line {line} "wrappers.cu"\n{behind}'
 
 
 def run_on_cpu(name: str, *args: Any, threads: int = 32, shared: int = 0) -> None:
@@ -80,7 +77,7 @@ def run_on_gpu(name: str, *args: Any, threads: int = 32, shared: int = 0) -> Non
 )
 def launch(request: pytest.FixtureRequest) -> Launch:
     if request.param is run_on_cpu and emulated.COMPILER is None:
-        pytest.skip("g++, which builds kernels for the CPU, is not installed")
+        pytest.skip(emulated.NO_COMPILER)
     return request.param
 
 
