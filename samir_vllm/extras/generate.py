@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from samir_vllm.engine import Engine, Prompt, RequestOutput, refused
 from samir_vllm.errors import ChatError, RequestError, SamirVllmError
 from samir_vllm.sampling import SamplingParams
-from samir_vllm.timing import Stage, process_seconds
+from samir_vllm.timing import StartupTimes, process_seconds
 
 DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
 EXIT_SOME_FAILED = 2
@@ -277,31 +277,31 @@ class StartReport:
         """A step gave tokens; only the first call counts."""
         self._first_token = self._first_token or time.perf_counter()
 
-    def stages(self) -> list[Stage]:
-        """In their order, with what the engine doesn't see."""
+    def times(self) -> StartupTimes:
+        """The engine's stages, and what the engine doesn't see."""
         now = self._first_token or self._loaded
         rest = self._loaded - self._made - self._times.total()
-        return [
-            Stage("Python, imports", self._age or 0.0),
-            *self._times.stages,
-            Stage("the rest of loading", max(0.0, rest)),
-            Stage("prompt to first token", now - self._loaded),
-        ]
+        whole = StartupTimes()
+        whole.add("Python, imports", self._age or 0.0)
+        whole.stages += self._times.stages
+        whole.add("the rest of loading", max(0.0, rest))
+        whole.add("prompt to first token", now - self._loaded)
+        return whole
 
     def as_dict(self) -> dict[str, Any]:
         """The backend's name, the total and the stages, seconds."""
-        stages = self.stages()
-        total = sum(stage.seconds for stage in stages if not stage.background)
+        times = self.times()
         return {
             "backend": self._backend,
-            "seconds_to_first_token": total,
-            "stages": [asdict(stage) for stage in stages],
+            "seconds_to_first_token": times.total(),
+            "stages": [asdict(stage) for stage in times.stages],
         }
 
     def as_text(self) -> str:
         """A line for each stage."""
-        lines = [f"{self.as_dict()['seconds_to_first_token']:.2f} s from process start to first token"]
-        for stage in self.stages():
+        times = self.times()
+        lines = [f"{times.total():.2f} s from process start to first token"]
+        for stage in times.stages:
             detail = f" ({stage.detail})" if stage.detail else ""
             beside = " [beside the others]" if stage.background else ""
             lines.append(f"  {stage.seconds:6.3f} s  {stage.name}{detail}{beside}")
