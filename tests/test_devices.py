@@ -346,6 +346,18 @@ def test_a_source_that_can_not_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path
             cuda_compile.kernel_source(stem)
 
 
+@pytest.mark.usefixtures("no_driver")
+def test_without_a_driver_nothing_is_made_for_cupy(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    assert Engine(model_dir).backend_name == "numpy"
+    assert list(home.iterdir()) == []
+
+
 def test_the_cpu_asks_for_no_context() -> None:
     assert begin_context(EngineConfig(device="cpu")) is None
     assert begin_context(EngineConfig(device="auto", dtype="float32")) is None

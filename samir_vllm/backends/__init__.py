@@ -301,9 +301,10 @@ def _numpy_backend(engine: EngineConfig, model: ModelConfig) -> Backend:
 def _cuda_backend(
     engine: EngineConfig, model: ModelConfig, context: EarlyContext | None, times: StartupTimes
 ) -> Backend:
-    from samir_vllm.backends.cuda_probe import has_room_for_cupys_cache, require_gpu
+    from samir_vllm.backends.cuda_probe import driver_version, has_room_for_cupys_cache, require_gpu
 
     with times.stage("CuPy, driver, context") as stage:
+        driver_version()  # where there is none, nothing is made in the user's home for CuPy
         if context is not None and not has_room_for_cupys_cache():
             context.wait()  # the driver reads the environment, in which the import then changes something
         gpu = require_gpu(_gpu_index(engine))  # where there is none, CuPy isn't imported
