@@ -241,10 +241,11 @@ def begin_context(engine: EngineConfig) -> EarlyContext | None:
         return None
     from samir_vllm.backends.cuda_context import EarlyContext
 
-    return EarlyContext(_gpu_index(engine))
+    return EarlyContext(gpu_index(engine))
 
 
-def _gpu_index(engine: EngineConfig) -> int:
+def gpu_index(engine: EngineConfig) -> int:
+    """The number of the GPU that would be taken; ``auto`` and ``cuda`` mean the first."""
     return int(engine.device.partition(":")[2] or 0)
 
 
@@ -307,7 +308,7 @@ def _cuda_backend(
         driver_version()  # where there is none, nothing is made in the user's home for CuPy
         if context is not None and not has_room_for_cupys_cache():
             context.wait()  # the driver reads the environment, in which the import then changes something
-        gpu = require_gpu(_gpu_index(engine))  # where there is none, CuPy isn't imported
+        gpu = require_gpu(gpu_index(engine))  # where there is none, CuPy isn't imported
         from samir_vllm.backends.cuda_backend import CudaBackend
 
         stage.detail = gpu.name

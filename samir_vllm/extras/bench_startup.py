@@ -23,7 +23,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from samir_vllm.config import ModelConfig
+from samir_vllm.backends import gpu_index
+from samir_vllm.config import EngineConfig, ModelConfig
 from samir_vllm.errors import OptionError, SamirVllmError
 from samir_vllm.hub import resolve_model
 
@@ -148,7 +149,7 @@ def measured_pinned_rate(device: str) -> float | None:
     from samir_vllm.backends.cuda_probe import require_gpu
 
     try:
-        gpu = require_gpu(int(device.partition(":")[2] or 0))
+        gpu = require_gpu(gpu_index(EngineConfig(device=device)))
         from samir_vllm.backends.cuda_upload import pinned_rate  # it imports CuPy, which must be possible
 
         return pinned_rate(gpu.index)
