@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from samir_vllm.config import EngineConfig
@@ -24,12 +25,15 @@ from samir_vllm.errors import (
 from samir_vllm.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from samir_vllm.engine import Engine, RequestOutput, StepOutput
+    from samir_vllm.engine import Engine
+    from samir_vllm.outputs import Completion, RequestOutput, StepOutput
+    from samir_vllm.sequence import TokenLogprobs
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ChatError",
+    "Completion",
     "ConfigError",
     "DeviceError",
     "DownloadError",
@@ -43,15 +47,24 @@ __all__ = [
     "SamirVllmError",
     "SamplingParams",
     "StepOutput",
+    "TokenLogprobs",
     "TokenizerError",
     "WeightsError",
     "__version__",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("Engine", "RequestOutput", "StepOutput"):
-        from samir_vllm import engine
+_LAZY = {
+    "Completion": "outputs",
+    "Engine": "engine",
+    "RequestOutput": "outputs",
+    "StepOutput": "outputs",
+    "TokenLogprobs": "sequence",
+}
+"""Public name -> the module it comes from, imported when it is asked for."""
 
-        return getattr(engine, name)
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(f"samir_vllm.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,14 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from samir_vllm import __version__
-from samir_vllm.config import EngineConfig
+from samir_vllm.commandline import EXIT_INTERRUPTED, EXIT_USER_ERROR, user_error
 from samir_vllm.errors import SamirVllmError
 
 if TYPE_CHECKING:
     from samir_vllm.engine import Engine
-
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,74 +29,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         command = self.prog.removesuffix(" COMMAND")
         raise SamirVllmError(f"{message} (see `{command} --help`)")
-
-
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """The options that every command with an engine shares; defaults are those of ``EngineConfig``."""
-    default = EngineConfig()
-    group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--model", metavar="DIR|NAME", help="model folder, or a name under models/ (else $SAMIR_VLLM_MODEL)"
-    )
-    group.add_argument(
-        "--device", default=default.device, help="auto, cpu, cuda or cuda:N (default: %(default)s)"
-    )
-    group.add_argument(
-        "--kv-cache-mib",
-        default=str(default.kv_cache_mib),
-        metavar="N|auto",
-        help="size of the KV page pool (default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-num-seqs",
-        type=int,
-        default=default.max_num_seqs,
-        metavar="N",
-        help="running at once (%(default)s)",
-    )
-    group.add_argument(
-        "--max-batched-tokens",
-        type=int,
-        default=default.max_batched_tokens,
-        metavar="N",
-        help="prompt tokens prefilled in one step (%(default)s)",
-    )
-    group.add_argument("--max-model-len", type=int, metavar="N", help="context shorter than the model's")
-    group.add_argument(
-        "--batching", default=default.batching, help="continuous or static (default: %(default)s)"
-    )
-    group.add_argument(
-        "--dtype",
-        default=default.dtype,
-        help="bfloat16, or float32: no rounding, NumPy only (default: %(default)s)",
-    )
-    group.add_argument(
-        "--batch-invariant",
-        action="store_true",
-        help="the same numbers in any company, whatever that costs (NumPy: much; a GPU: mostly nothing)",
-    )
-
-
-def engine_options(args: argparse.Namespace) -> dict[str, object]:
-    """Keyword options of ``Engine`` from parsed arguments."""
-    kv: object = args.kv_cache_mib
-    if args.kv_cache_mib != "auto":
-        try:
-            kv = int(args.kv_cache_mib)
-        except ValueError:
-            raise SamirVllmError(
-                f"--kv-cache-mib must be a whole number or auto, not {args.kv_cache_mib!r}"
-            ) from None
-    return {
-        "device": args.device,
-        "kv_cache_mib": kv,
-        "max_num_seqs": args.max_num_seqs,
-        "max_batched_tokens": args.max_batched_tokens,
-        "max_model_len": args.max_model_len,
-        "batching": args.batching,
-        "dtype": args.dtype,
-        "batch_invariant": args.batch_invariant,
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +46,12 @@ COMMANDS = {
         "answer one prompt or several",
         "Answer one prompt (streamed) or several (together). A last whole number is the count of new tokens "
         "at most. Without a prompt, standard input is the prompt.",
+    ),
+    "chat": Command(
+        "samir_vllm.extras.chat",
+        "a conversation in the terminal",
+        "A conversation: with every turn the model gets the whole dialog, and reuses its K and V. "
+        "/help lists the commands. Where standard input is no terminal, each of its lines is a turn.",
     ),
     "pull": Command("samir_vllm.hub", "fetch a model into models/"),
     "tokenize": Command("samir_vllm.extras.tokenize", "show the tokens of a text or a dialog, or decode ids"),
@@ -152,18 +87,14 @@ def _add_commands(parsers: Any, commands: Mapping[str, Command], wanted: Sequenc
             continue
         module = importlib.import_module(command.module)
         module.add_arguments(parser)
-        if name == "generate":
-            add_engine_options(parser)
         parser.set_defaults(run=module.run)
 
 
 def _dispatch(args: argparse.Namespace) -> int:
-    if args.command != "generate":
-        status: int = args.run(args)
-        return status
-    if args.trace is None and args.plot is None:
-        return int(args.run(args, engine_options(args)))
-    return _run_with_timeline(args)
+    if args.command == "generate" and (args.trace is not None or args.plot is not None):
+        return _run_with_timeline(args)
+    status: int = args.run(args)
+    return status
 
 
 def _run_with_timeline(args: argparse.Namespace) -> int:
@@ -177,7 +108,7 @@ def _run_with_timeline(args: argparse.Namespace) -> int:
         engine.on_step = timeline.add
         engines.append(engine)
 
-    status: int = args.run(args, engine_options(args), on_load=attach)
+    status: int = args.run(args, on_load=attach)
     num_pages = engines[0].pool.num_pages
     if args.trace is not None:
         timeline.write_trace(Path(args.trace), num_pages)
@@ -192,10 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else argv
         return _dispatch(_build_parser(words).parse_args(words))
     except SamirVllmError as exc:
-        print(f"samir_vllm: {exc}", file=sys.stderr)
+        user_error(exc)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        print("samir_vllm: interrupted", file=sys.stderr)
+        user_error("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader (`| head`) went away. Python would complain again when it flushes at exit.

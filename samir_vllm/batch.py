@@ -25,6 +25,8 @@ class Batch:
     seq_lens: np.ndarray  # [S]      KV length, this step's tokens included
     slots: np.ndarray  # [S]      row of the block tables
     logit_rows: np.ndarray  # [L]      rows (of T) that meet the LM head
+    logit_slots: np.ndarray  # [L]      the slots of their sequences
+    num_outputs: np.ndarray  # [L]      new tokens those have so far
     num_decodes: int  # the first sequences, with one token each
 
 
@@ -38,6 +40,8 @@ def build_batch(step: ScheduledStep) -> Batch:
     slots = [s.slot for s in decodes]
     ends = list(range(1, len(decodes) + 1))
     logit_rows = list(range(len(decodes)))
+    logit_slots = slots.copy()
+    num_outputs = [len(s.token_ids) - s.num_prompt_tokens for s in decodes]
     for seq, chunk in prefills:
         start = seq.num_computed_tokens
         stop = start + chunk
@@ -48,6 +52,8 @@ def build_batch(step: ScheduledStep) -> Batch:
         ends.append(len(token_ids))
         if stop == seq.num_prompt_tokens:
             logit_rows.append(len(token_ids) - 1)
+            logit_slots.append(seq.slot)
+            num_outputs.append(0)
     return Batch(
         token_ids=np.array(token_ids, np.int32),
         positions=np.array(positions, np.int32),
@@ -55,5 +61,7 @@ def build_batch(step: ScheduledStep) -> Batch:
         seq_lens=np.array(seq_lens, np.int32),
         slots=np.array(slots, np.int32),
         logit_rows=np.array(logit_rows, np.int32),
+        logit_slots=np.array(logit_slots, np.int32),
+        num_outputs=np.array(num_outputs, np.int32),
         num_decodes=len(decodes),
     )

@@ -10,105 +10,56 @@ import itertools
 import logging
 import os
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import Any, Protocol, overload
 
-import numpy as np
-
-from samir_vllm.backends import Backend, begin_context, fall_back, select_backend
-from samir_vllm.chat import ChatFormat, load_chat_format
-from samir_vllm.config import PAGE_SIZE, EngineConfig, ModelConfig
-from samir_vllm.errors import DeviceError, InvariantError, OptionError, RequestError
+from samir_vllm.answers import Answer, Request
+from samir_vllm.chat import ChatFormat
+from samir_vllm.config import EngineConfig, ModelConfig
+from samir_vllm.errors import InvariantError, RequestError
 from samir_vllm.hub import resolve_model
-from samir_vllm.model_runner import ModelRunner
+from samir_vllm.loading import Progress, load_model
+from samir_vllm.outputs import Completion, RequestMetrics, RequestOutput, StepOutput, StepRecord, refused
 from samir_vllm.page_pool import PagePool
-from samir_vllm.sampling import SamplingParams
+from samir_vllm.sampling import SamplingParams, TokenSampling
 from samir_vllm.scheduler import Scheduler
-from samir_vllm.sequence import FinishReason, ScheduledStep, Sequence
+from samir_vllm.sequence import FinishReason, ScheduledStep, Sequence, StepResult
+from samir_vllm.stopping import StopStrings
 from samir_vllm.timing import StartupTimes
-from samir_vllm.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
-from samir_vllm.weights import open_weights
+from samir_vllm.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from samir_vllm.backends.cuda_context import EarlyContext
+__all__ = [
+    "Completion",
+    "Engine",
+    "Prompt",
+    "RequestMetrics",
+    "RequestOutput",
+    "Runner",
+    "StepOutput",
+    "StepRecord",
+    "TokenStream",
+    "refused",
+]
 
 Prompt = str | Seq[int] | Seq[Mapping[str, Any]]
 """Raw text, token ids, or a dialog: ``[{"role": "user", "content": "..."}]`` in the model's chat format."""
 
-Progress = Callable[[int, int], None]
-"""Called as ``progress(layers_done, layers_in_all)`` while the weights load."""
+SEED_BITS = 63
+"""Of a drawn seed: it fits a signed 64-bit number, so that any JSON or SQL can hold it."""
 
 log = logging.getLogger("samir_vllm")
 
 
 class Runner(Protocol):
-    """What the engine needs of a model: a token id for each of ``step.sampled()``, -1 for NaN."""
+    """What the engine needs of a model: the results of a step."""
 
-    def run(self, step: ScheduledStep) -> list[int]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RequestMetrics:
-    """Figures of one request, seconds; None for what never happened."""
-
-    queue_time: float | None  # arrival to admission
-    time_to_first_token: float | None  # arrival to the first new token
-    time_per_output_token: float | None  # mean over the tokens after the first
-    total_time: float  # arrival to end
-    num_pages: int  # KV pages reserved, over all layers
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """A request that has ended."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    token_ids: list[int]  # a stop id included
-    text: str  # a stop id gives none
-    finish_reason: FinishReason
-    error: str | None  # one line, where finish_reason is "error"
-    metrics: RequestMetrics
-
-
-@dataclass(slots=True)  # not frozen: one is made for each token, and freezing triples what that costs
-class StepOutput:
-    """What one step gave one request."""
-
-    request_id: str
-    token_id: int | None  # None where the request ended without a new token
-    text: str  # new text; may be empty while a character is incomplete
-    result: RequestOutput | None  # set when the request ended
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """What a step did, for a timeline; times are seconds of ``time.perf_counter``."""
-
-    started: float
-    ended: float
-    admitted: list[str]
-    prefills: list[tuple[str, int]]  # request id, prompt tokens
-    decodes: list[str]
-    finished: list[tuple[str, FinishReason]]  # aborts since the last step included
-    num_running: int  # after the step, like the counts below
-    num_waiting: int
-    num_used_pages: int
-
-
-@dataclass(slots=True)
-class _Request:
-    seq: Sequence
-    decoder: StreamDecoder
-    texts: list[str]
-    future: Future[RequestOutput] | None = None
+    def run(self, step: ScheduledStep) -> StepResult: ...
 
 
 class Engine:
@@ -131,48 +82,18 @@ class Engine:
         config = EngineConfig.from_options(**options)
         self.startup_times = StartupTimes()
         self.model_dir: Path = resolve_model(None if model is None else os.fspath(model))
-        model_config = ModelConfig.from_dir(self.model_dir)
-        context = begin_context(config)  # the driver needs a while
-        try:
-            self._load_model(config, model_config, context, progress or (lambda done, total: None))
-        except BaseException:
-            if context is not None:
-                context.release()
-            raise
-
-    def _load_model(
-        self,
-        config: EngineConfig,
-        model_config: ModelConfig,
-        context: EarlyContext | None,
-        progress: Progress,
-    ) -> None:
-        times = self.startup_times
-        with times.stage("tokenizer, files of weights"):
-            tokenizer = load_tokenizer(self.model_dir)
-            chat_format = load_chat_format(self.model_dir, tokenizer)
-            weights = open_weights(self.model_dir, model_config)
-        load = partial(
-            _load, config, model_config, weights, lambda done: progress(done, model_config.num_layers), times
+        loaded = load_model(self.model_dir, config, self.startup_times, progress)
+        self.backend_name = loaded.backend_name
+        self.notices: list[str] = loaded.notices
+        self._assemble(
+            config,
+            loaded.config,
+            loaded.tokenizer,
+            loaded.chat_format,
+            loaded.runner,
+            loaded.num_pages,
+            loaded.kv_itemsize,
         )
-        backend = select_backend(config, model_config, context=context, times=times)
-        refusal: str | None = None
-        try:
-            runner, num_pages = load(backend)
-        except DeviceError as exc:  # too little memory
-            if config.device != "auto":
-                raise
-            refusal = str(exc)
-        if refusal is not None:  # here the exception is gone, and with it what it kept alive on the GPU
-            del backend
-            if context is not None:
-                context.release()
-            times.stages.clear()  # what comes now has the same names
-            backend = fall_back(config, model_config, refusal)
-            runner, num_pages = load(backend)
-        self.backend_name = backend.name
-        self.notices: list[str] = [*weights.notices, *backend.notices]
-        self._assemble(config, model_config, tokenizer, chat_format, runner, num_pages, backend.kv_itemsize)
 
     @classmethod
     def from_parts(
@@ -221,7 +142,9 @@ class Engine:
         )
         self._runner = runner
         self._vocab_size = tokenizer.vocab_size
-        self._requests: dict[str, _Request] = {}
+        self._eos_ids = frozenset(model_config.eos_token_ids)
+        self._requests: dict[str, Request] = {}
+        self._answers: dict[str, Answer] = {}  # by sequence id
         self._ids = itertools.count()
         self._held: list[StepOutput] = []  # for the next `step`
         self._outboxes: dict[str, list[StepOutput]] = {}  # of requests that `generate` or a stream waits for
@@ -267,20 +190,28 @@ class Engine:
         return self.chat_format.encode(messages)
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        retain_kv: bool = False,
     ) -> str:
         """Queue a request; ``step`` runs it. Allowed between any two steps.
 
         Args:
             prompt: text, token ids or a dialog.
-            params: limits; the defaults of ``SamplingParams`` if None.
+            params: the request's wishes; the defaults of ``SamplingParams`` if None.
             request_id: unique among live requests; made up if None.
+            retain_kv: keep K and V after the end, while nobody needs their pages, for a request whose prompt
+                begins with the same tokens: the next turn of a conversation.
 
         Returns:
             The request's id.
 
         Raises:
-            RequestError: empty, longer than the context, more than the whole pool, or an id already live.
+            RequestError: empty, longer than the context, more than the whole pool, an id already live, or
+                wishes that this model can't fulfil.
         """
         params = params or SamplingParams()
         if request_id is None:
@@ -291,22 +222,86 @@ class Engine:
                 f"the prompt has {len(ids)} tokens but the context holds {self.context_len}, "
                 "one new token included: shorten it"
             )
-        stop_ids = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids.update(self.model_config.eos_token_ids)
-        seq = Sequence(
-            request_id,
-            ids,
-            max_tokens=min(params.max_tokens, self.context_len - len(ids)),
-            stop_ids=frozenset(stop_ids),
-            arrival_time=time.perf_counter(),
-        )
-        self.scheduler.add(seq)
-        self._requests[request_id] = _Request(seq, self.tokenizer.stream_decoder(), [])
+        self._check_params(params, self.context_len - len(ids))
+        request = self._make_request(request_id, ids, params, retain_kv)
+        self._queue(request)
         return request_id
 
+    def _check_params(self, params: SamplingParams, room: int) -> None:
+        """What only the model can tell; ``room`` is the new tokens that the context has left."""
+        if params.min_tokens > room:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens} but the context has room for {room} new tokens: "
+                "ask for fewer or shorten the prompt"
+            )
+        vocab_size = self.model_config.vocab_size
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            for i in ids:
+                if not 0 <= i < vocab_size:
+                    given = i if i < 1 << 64 else "a huge number"  # too long to be shown, or even printed
+                    raise RequestError(f"{name}: token ids must be 0 to {vocab_size - 1}, not {given}")
+
+    def _make_request(
+        self, request_id: str, ids: list[int], params: SamplingParams, retain_kv: bool
+    ) -> Request:
+        now = time.perf_counter()
+        seed = params.seed
+        if seed is None and params.temperature > 0:
+            seed = secrets.randbits(SEED_BITS)
+        stop_ids = frozenset() if params.ignore_eos else self._eos_ids
+        if params.stop_token_ids:
+            stop_ids = stop_ids.union(params.stop_token_ids)
+        stops = StopStrings(params.stop) if params.stop else None
+        greedy = _is_plainly_greedy(params)
+        request = Request(request_id, ids)
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None] * len(ids)
+        for index in range(params.n):
+            seq = Sequence(
+                request_id if params.n == 1 else f"{request_id}#{index}",
+                ids,
+                max_tokens=min(params.max_tokens, self.context_len - len(ids)),
+                stop_ids=stop_ids,
+                sampling=None if greedy else TokenSampling(params, seed or 0, index, stop_ids),
+                retain_kv=retain_kv,
+                # For the prompt's log-probabilities every row must run.
+                reuse_kv=retain_kv and params.prompt_logprobs is None,
+                arrival_time=now,
+            )
+            answer = Answer(
+                request_id,
+                seq,
+                index,
+                params,
+                seed,
+                decoder=self.tokenizer.stream_decoder(),
+                vocab_size=self._vocab_size,
+                matcher=None if stops is None else stops.matcher(),
+            )
+            request.answers.append(answer)
+        return request
+
+    def _queue(self, request: Request) -> None:
+        """All of the request's sequences, or none."""
+        request_id = request.request_id
+        if request_id in self._requests:  # with n > 1 no sequence has this id
+            raise RequestError(
+                f"request id {request_id!r} is already live: wait for its end or take another id"
+            )
+        sequences = [answer.seq for answer in request.answers]
+        for i, seq in enumerate(sequences):
+            try:
+                self.scheduler.add(seq)
+            except BaseException:
+                for queued in sequences[:i]:
+                    self.scheduler.abort(queued)
+                raise
+        self._requests[request_id] = request
+        for answer in request.answers:
+            self._answers[answer.seq.request_id] = answer
+
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now, wherever it is, and give back its pages. Allowed between any two steps.
+        """End a request now, wherever its answers are, and give back its pages. Allowed between two steps.
 
         Returns:
             What it had generated; None if no such request is live (never was, or has ended).
@@ -314,12 +309,14 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        self.scheduler.abort(request.seq)
-        out = self._finish(request)
+        outputs = []
+        for answer in request.pending():
+            self.scheduler.abort(answer.seq)
+            outputs.append(self._finish(answer))
         outbox = self._outboxes.pop(request_id, None)
         if outbox is not None:
-            outbox.append(out)
-        return out.result
+            outbox += outputs
+        return outputs[-1].result
 
     # From other threads
 
@@ -406,13 +403,13 @@ class Engine:
         step = self.scheduler.schedule()
         started = time.perf_counter()
         try:
-            token_ids = self._runner.run(step)
+            result = self._runner.run(step)
         except InvariantError:
             raise
         except Exception as exc:
             outputs = self._fail(step, exc)
         else:
-            outputs = self._postprocess(step, token_ids)
+            outputs = self._postprocess(step, result)
         if self.on_step is not None:
             self.on_step(self._record(step, started))
         return outputs
@@ -431,70 +428,71 @@ class Engine:
             num_used_pages=self.pool.num_used,
         )
 
-    def _postprocess(self, step: ScheduledStep, token_ids: list[int]) -> list[StepOutput]:
+    def _postprocess(self, step: ScheduledStep, result: StepResult) -> list[StepOutput]:
+        if result.logprobs is not None or result.prompt_logprobs:
+            self._book_logprobs(step, result)
         outputs = []
-        for seq in self.scheduler.commit(step, token_ids):
-            request = self._requests[seq.request_id]
-            if seq.finish_reason is not None:
-                outputs.append(self._finish(request))
-                continue
-            token = seq.token_ids[-1]
-            text = self._text_of(request, token)
-            if text:
-                request.texts.append(text)
-            outputs.append(StepOutput(seq.request_id, token, text, None))
+        for seq in self.scheduler.commit(step, result.token_ids):
+            answer = self._answers[seq.request_id]
+            text = ""
+            if seq.finish_reason is None:
+                token = seq.token_ids[-1]
+                text = answer.push(token)
+                if answer.stop_string is None:
+                    outputs.append(StepOutput(answer.request_id, answer.index, token, text, None, None))
+                    continue
+                self.scheduler.abort(seq, "stop")
+            outputs.append(self._finish(answer, text))
         return outputs
 
-    def _text_of(self, request: _Request, token: int) -> str:
-        # A model's vocabulary may be padded beyond the tokenizer's: such an id has no text.
-        return request.decoder.push(token) if token < self._vocab_size else ""
+    def _book_logprobs(self, step: ScheduledStep, result: StepResult) -> None:
+        """Before the step is committed: only now do the sequences tell where its tokens belong."""
+        for seq, prompt_logprobs in result.prompt_logprobs:
+            request = self._requests[self._answers[seq.request_id].request_id]
+            request.book_prompt_logprobs(seq.num_computed_tokens, prompt_logprobs)
+        if result.logprobs is not None:
+            for seq, logprobs in zip(step.sampled(), result.logprobs, strict=True):
+                if logprobs is not None:
+                    self._answers[seq.request_id].book_logprobs(logprobs)
 
     def _fail(self, step: ScheduledStep, exc: Exception) -> list[StepOutput]:
-        """The step's requests end with an error and return their pages; those that wait go on."""
+        """The step's sequences end with an error and return their pages; those that wait go on."""
         log.error("a step failed", exc_info=exc)
         outputs = []
         for seq in [*step.decodes, *(s for s, _ in step.prefills)]:
             self.scheduler.abort(seq, "error", f"{type(exc).__name__}: {' '.join(str(exc).split())}")
-            outputs.append(self._finish(self._requests[seq.request_id]))
+            outputs.append(self._finish(self._answers[seq.request_id]))
         return outputs
 
-    def _finish(self, request: _Request) -> StepOutput:
-        """The last output of a request whose sequence has ended."""
-        seq = request.seq
-        assert seq.finish_reason is not None
-        got_token = seq.finish_reason in ("stop", "length")
-        text = ""
-        if seq.finish_reason == "length":
-            text = self._text_of(request, seq.token_ids[-1])
-        text += request.decoder.flush()
-        request.texts.append(text)
-        del self._requests[seq.request_id]
-        result = RequestOutput(
-            request_id=seq.request_id,
-            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
-            token_ids=seq.output_token_ids,
-            text="".join(request.texts),
-            finish_reason=seq.finish_reason,
-            error=seq.error,
-            metrics=_metrics(seq, self.scheduler.credit_of(seq)),
-        )
+    def _finish(self, answer: Answer, text: str = "") -> StepOutput:
+        """The last output of an answer whose sequence has ended; ``text`` is what this step gave already."""
+        seq, request = answer.seq, self._requests[answer.request_id]
+        rest, completion = answer.finish(self.scheduler.credit_of(seq))
+        del self._answers[seq.request_id]
+        result = request.book(completion)
         if self.on_step is not None:
-            self._ended.append((seq.request_id, seq.finish_reason))
-        # From here on it can't be cancelled: another thread may try at any moment.
-        if request.future is not None and request.future.set_running_or_notify_cancel():
-            request.future.set_result(result)
-        return StepOutput(seq.request_id, seq.token_ids[-1] if got_token else None, text, result)
+            self._ended.append((seq.request_id, completion.finish_reason))
+        if result is not None:
+            del self._requests[request.request_id]
+            # From here on it can't be cancelled: another thread may try at any moment.
+            if request.future is not None and request.future.set_running_or_notify_cancel():
+                request.future.set_result(result)
+        token = seq.token_ids[-1] if completion.finish_reason in ("stop", "length") else None
+        return StepOutput(request.request_id, answer.index, token, text + rest, completion, result)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TokenStream:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, retain_kv: bool = False
+    ) -> TokenStream:
         """Generate for one prompt, an output a token; the last one carries the result.
 
         Other live requests go on beside it; their outputs come with the next ``step``. Closing the stream
-        early, or dropping it, aborts the request.
+        early, or dropping it, aborts the request. Of several answers, each output names its ``index``, and
+        ``completion`` comes with each one's last. ``retain_kv`` as for ``add_request``.
 
         Raises:
             RequestError: at the call, before anything runs.
         """
-        return TokenStream(self, self.add_request(prompt, params))
+        return TokenStream(self, self.add_request(prompt, params, retain_kv=retain_kv))
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str
@@ -601,11 +599,6 @@ class TokenStream(Iterator[StepOutput]):
             engine._post(lambda: engine._drop_stream(request_id, outbox))
 
 
-def refused(error: str) -> RequestOutput:
-    """The result of a request that was never queued."""
-    return RequestOutput("", [], [], "", "error", error, RequestMetrics(None, None, None, 0.0, 0))
-
-
 def _is_single(prompts: Any) -> bool:
     """Text, token ids or a dialog, rather than a list of prompts."""
     if isinstance(prompts, str):
@@ -614,63 +607,11 @@ def _is_single(prompts: Any) -> bool:
     return bool(items) and (isinstance(items[0], (int, Mapping)))
 
 
-def _metrics(seq: Sequence, num_pages: int) -> RequestMetrics:
-    first, end = seq.first_token_time, seq.finished_time
-    assert end is not None
-    later_tokens = seq.num_output_tokens - 1
-    return RequestMetrics(
-        queue_time=None if seq.admitted_time is None else seq.admitted_time - seq.arrival_time,
-        time_to_first_token=None if first is None else first - seq.arrival_time,
-        time_per_output_token=(end - first) / later_tokens
-        if first is not None and later_tokens > 0
-        else None,
-        total_time=end - seq.arrival_time,
-        num_pages=num_pages,
+def _is_plainly_greedy(params: SamplingParams) -> bool:
+    """The runner has nothing to do but to take the greatest logit."""
+    return not (
+        params.temperature
+        or params.adjusts_logits
+        or params.logprobs is not None
+        or params.prompt_logprobs is not None
     )
-
-
-def _load(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    weights: Mapping[str, np.ndarray],
-    progress: Callable[[int], None],
-    times: StartupTimes,
-    backend: Backend,
-) -> tuple[ModelRunner, int]:
-    """A runner on a backend, and the number of its pages."""
-    num_pages = _num_pages(config, model_config, backend)
-    runner = ModelRunner(
-        backend,
-        model_config,
-        weights,
-        num_pages=num_pages,
-        max_num_seqs=config.max_num_seqs,
-        max_pages_per_seq=min(
-            -(-config.context_len(model_config) // PAGE_SIZE), num_pages // model_config.num_layers
-        ),
-        progress=progress,
-        times=times,
-    )
-    return runner, num_pages
-
-
-def _num_pages(config: EngineConfig, model_config: ModelConfig, backend: Backend) -> int:
-    """Physical pages, over all layers, that the pool's size gives."""
-    page_bytes = model_config.page_bytes(itemsize=backend.kv_itemsize)
-    layers = model_config.num_layers
-    if config.kv_cache_mib == "auto":
-        most = -(-config.context_len(model_config) // PAGE_SIZE) * layers * config.max_num_seqs
-        num_pages = min(most, backend.free_bytes() // page_bytes)
-        if num_pages < layers:
-            raise DeviceError(
-                f"too little memory is free for KV pages: {num_pages} of {page_bytes} bytes fit, but "
-                f"{layers} layers need one each; free memory or give --kv-cache-mib"
-            )
-        return num_pages
-    num_pages = config.kv_cache_mib * 2**20 // page_bytes
-    if num_pages < layers:
-        raise OptionError(
-            f"kv_cache_mib {config.kv_cache_mib} holds {num_pages} KV pages of {page_bytes} bytes, "
-            f"but {layers} layers need one each: give at least {-(-layers * page_bytes // 2**20)}"
-        )
-    return num_pages

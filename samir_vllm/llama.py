@@ -89,17 +89,20 @@ def gemm_shapes(weights: LlamaWeights) -> list[Array]:
     return [layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj, weights.lm_head]
 
 
-def forward(backend: Backend, weights: LlamaWeights, inputs: Any, observe: Observer | None = None) -> Array:
-    """One step through the model.
+def hidden_states(
+    backend: Backend, weights: LlamaWeights, inputs: Any, observe: Observer | None = None
+) -> Array:
+    """One step through the layers.
 
     Args:
         backend: whose ``stage`` made ``inputs``.
         weights: on that backend.
-        inputs: the staged batch: T tokens, L rows whose logits are wanted.
+        inputs: the staged batch of T tokens.
         observe: sees each buffer, for tools that compare backends.
 
     Returns:
-        Logits FP32 [L, vocab_size]. K and V of all T tokens are in their pages.
+        The residual stream BF16 [T, hidden], before the final norm.
+        K and V of all T tokens are in their pages.
     """
     see = observe or (lambda name, layer_idx, array: None)
     x = backend.embedding(weights.embed_tokens, inputs)  # [T, hidden]
@@ -117,6 +120,17 @@ def forward(backend: Backend, weights: LlamaWeights, inputs: Any, observe: Obser
         see("mlp", i, mlp)
         x = backend.linear_add(mlp, layer.down_proj, x)  # [T, hidden]
         see("mlp_residual", i, x)
-    logits = backend.logits(x, weights.norm, weights.lm_head, inputs)  # [L, vocab_size]
-    see("logits", -1, logits)
+    return x
+
+
+def forward(backend: Backend, weights: LlamaWeights, inputs: Any, observe: Observer | None = None) -> Array:
+    """One step through the model; arguments as for ``hidden_states``.
+
+    Returns:
+        Logits FP32 [L, vocab_size] of the batch's ``logit_rows``.
+    """
+    x = hidden_states(backend, weights, inputs, observe)
+    logits = backend.logits(x, weights.norm, weights.lm_head, inputs.logit_rows)  # [L, vocab_size]
+    if observe is not None:
+        observe("logits", -1, logits)
     return logits

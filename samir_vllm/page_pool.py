@@ -1,18 +1,23 @@
 """The shared pool of physical KV pages: a free list, ownership, and an audit of both.
 
 A page is a number; what lies behind it (16 tokens of K and V of one layer) is the backend's business.
-Knows no device, no layer, no sequence: an owner is a name.
+Knows no device, no layer, no sequence: an owner is a name, which may be anything hashable.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 import numpy as np
 
 from samir_vllm.errors import InvariantError
 
+FRESH = -1
+"""In ``PagePool.transfer``: a page that was free, instead of one that changes its owner."""
+
 
 class PagePool:
-    """Hands out ``page_id``s ``0 ... num_pages - 1``; all pages of an owner come and go together."""
+    """Hands out ``page_id``s ``0 ... num_pages - 1``; all pages of an owner come together and go together."""
 
     def __init__(self, num_pages: int) -> None:
         """An empty pool of ``num_pages`` pages (>= 0), all free."""
@@ -20,14 +25,14 @@ class PagePool:
         # A stack: the lower `num_free` entries are free. Filled downwards so that page 0 goes out first.
         self._stack = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self.num_free = num_pages
-        self._owned: dict[str, np.ndarray] = {}
+        self._owned: dict[Hashable, np.ndarray] = {}
 
     @property
     def num_used(self) -> int:
         """Pages that have an owner."""
         return self.num_pages - self.num_free
 
-    def allocate(self, owner: str, count: int) -> np.ndarray:
+    def allocate(self, owner: Hashable, count: int) -> np.ndarray:
         """Give ``count`` pages (>= 1) to ``owner``, in time that doesn't grow with the pool.
 
         Returns:
@@ -42,12 +47,11 @@ class PagePool:
                 f"allocate({owner!r}, {count}): {self.num_free} pages free, "
                 f"owner {'already has pages' if owner in self._owned else 'has none'}"
             )
-        pages = self._stack[self.num_free - count : self.num_free][::-1].copy()
-        self.num_free -= count
+        pages = self._pop(count)
         self._owned[owner] = pages
         return pages
 
-    def free(self, owner: str) -> None:
+    def free(self, owner: Hashable) -> None:
         """Take back all pages of ``owner``.
 
         Raises:
@@ -56,10 +60,61 @@ class PagePool:
         pages = self._owned.pop(owner, None)
         if pages is None:
             raise InvariantError(f"free({owner!r}): owns no pages")
+        self._push(pages)
+
+    def transfer(self, owner: Hashable, new_owner: Hashable, source: np.ndarray) -> np.ndarray:
+        """Hand pages of ``owner`` on to ``new_owner``, in any order, free ones among them; free the rest.
+
+        Args:
+            owner: has pages, in the order in which it got them; afterwards it has none.
+            new_owner: has none.
+            source: for each page of the new owner, int [n]: which of the owner's it is (0 the first,
+                none twice), or ``FRESH``.
+
+        Returns:
+            int32 [n], the page ids. The caller must not write to the array. The time grows with the pages
+            of both, not with the pool.
+
+        Raises:
+            InvariantError: any of this doesn't hold, or too few pages are free. Nothing has changed.
+        """
+        old = self._owned.get(owner)
+        kept = source[source != FRESH]
+        num_fresh = len(source) - len(kept)
+        if old is None or new_owner in self._owned or len(source) == 0:
+            raise InvariantError(
+                f"transfer({owner!r}, {new_owner!r}): the first has none, or the second has some"
+            )
+        if len(kept) and (kept.min() < 0 or kept.max() >= len(old)):
+            raise InvariantError(f"transfer({owner!r}): indices outside 0 ... {len(old) - 1}: {kept}")
+        leaves = np.ones(len(old), bool)
+        leaves[kept] = False
+        released = old[leaves]
+        if len(released) + len(kept) != len(old):
+            raise InvariantError(f"transfer({owner!r}): a page is to go to two places: {kept}")
+        if num_fresh > self.num_free + len(released):
+            raise InvariantError(
+                f"transfer({owner!r}): {num_fresh} fresh pages, but {self.num_free} pages free "
+                f"and {len(released)} given back"
+            )
+        pages = old[source]
+        self._push(released)
+        pages[source == FRESH] = self._pop(num_fresh)
+        del self._owned[owner]
+        self._owned[new_owner] = pages
+        return pages
+
+    def _pop(self, count: int) -> np.ndarray:
+        """The ``count`` uppermost pages of the stack, int32 [count]."""
+        pages = self._stack[self.num_free - count : self.num_free][::-1].copy()
+        self.num_free -= count
+        return pages
+
+    def _push(self, pages: np.ndarray) -> None:
         self._stack[self.num_free : self.num_free + len(pages)] = pages[::-1]
         self.num_free += len(pages)
 
-    def is_owner(self, name: str) -> bool:
+    def is_owner(self, name: Hashable) -> bool:
         """Whether ``name`` has pages now."""
         return name in self._owned
 

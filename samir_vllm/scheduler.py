@@ -2,6 +2,8 @@
 
 A request's whole credit (every page it can ever need, in every layer) is reserved at admission and comes
 back whole at its end. That rules out preemption and deadlock: whatever runs can run to its end.
+K and V of a sequence that has ended may be retained, until a sequence that begins with the same tokens takes
+them over or their pages are needed: they stand in nobody's way.
 Knows no device, no text and no clock but the one it is given.
 """
 
@@ -10,13 +12,22 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
-from samir_vllm.config import NAN_TOKEN
+from samir_vllm.config import NAN_TOKEN, PAGE_SIZE
 from samir_vllm.errors import InvariantError, RequestError
-from samir_vllm.page_pool import PagePool
+from samir_vllm.page_pool import FRESH, PagePool
 from samir_vllm.sequence import FinishReason, ScheduledStep, Sequence, SequenceStatus
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Retained:
+    """K and V that outlived their sequence. Owns its pages itself: no request's id can equal it."""
+
+    token_ids: np.ndarray  # int32 [n]: whose K and V they are
+    pages_per_layer: int
 
 
 class Scheduler:
@@ -60,6 +71,8 @@ class Scheduler:
         # Until `commit`: a step that was interrupted is scheduled again, block tables included.
         self._admitted: list[tuple[Sequence, np.ndarray]] = []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._retained: OrderedDict[_Retained, None] = OrderedDict()  # the least recent first
+        self.num_retained_pages = 0  # over all layers; used pages to the pool, free ones to admission
 
     @property
     def num_running(self) -> int:
@@ -127,15 +140,70 @@ class Scheduler:
         while self.waiting and self._free_slots:
             seq = next(iter(self.waiting.values()))
             credit = self.credit_of(seq)
-            if credit > self.pool.num_free:
+            # What it would take over counts as retained, too, so whether it fits needs no search.
+            if credit > self.pool.num_free + self.num_retained_pages:
                 break  # FIFO: nothing behind it overtakes
             del self.waiting[seq.request_id]
-            pages = self.pool.allocate(seq.request_id, credit)
+            pages = self._reserve(seq, credit)
             seq.slot = self._free_slots.pop()
             seq.status = SequenceStatus.PREFILL
             seq.admitted_time = self._clock()
             self._prefilling.append(seq)
             self._admitted.append((seq, pages.reshape(self.num_layers, -1)))
+
+    def _reserve(self, seq: Sequence, credit: int) -> np.ndarray:
+        """``credit`` pages for ``seq``, taken over or free, int32 [credit], layer by layer."""
+        taken, common = self._find_retained(seq) if self._retained and seq.reuse_kv else (None, 0)
+        if taken is None:
+            self._make_room(credit)
+            return self.pool.allocate(seq.request_id, credit)
+        self._forget(taken)  # out of the way of `_make_room`, while the pages stay its own
+        self._make_room(credit - taken.pages_per_layer * self.num_layers)
+        # One token at least must run, to give logits.
+        seq.num_cached_tokens = seq.num_computed_tokens = min(common, seq.num_prompt_tokens - 1)
+        source = _page_sources(self.num_layers, taken.pages_per_layer, seq.pages_per_layer)
+        return self.pool.transfer(taken, seq.request_id, source)
+
+    def _find_retained(self, seq: Sequence) -> tuple[_Retained | None, int]:
+        """What ``seq`` should take over, and how many tokens both begin with: the most, then the latest.
+
+        A page at least must be saved. And no more may be lost than saved: else a short beginning that all
+        prompts share (the system's) would cost one conversation after the other its K and V.
+        """
+        prompt = np.array(seq.token_ids, np.int32)
+        best, most = None, PAGE_SIZE - 1
+        for retained in reversed(self._retained):
+            common = _common_length(prompt, retained.token_ids)
+            if common > most and common >= len(retained.token_ids) - common:
+                best, most = retained, common
+        return best, most
+
+    def _make_room(self, num_pages: int) -> None:
+        """Drop what is retained, the least recent first, until so many pages are free."""
+        while self.pool.num_free < num_pages:
+            self._drop(next(iter(self._retained)))
+
+    def drop_retained(self) -> None:
+        """Free every retained page."""
+        while self._retained:
+            self._drop(next(iter(self._retained)))
+
+    def _drop(self, retained: _Retained) -> None:
+        self._forget(retained)
+        self.pool.free(retained)
+
+    def _forget(self, retained: _Retained) -> None:
+        del self._retained[retained]
+        self.num_retained_pages -= retained.pages_per_layer * self.num_layers
+
+    def _retain(self, seq: Sequence) -> None:
+        """Keep the pages that ``seq``, which ends, has written, and free the rest."""
+        token_ids = np.array(seq.token_ids[: seq.num_computed_tokens], np.int32)
+        retained = _Retained(token_ids, -(-len(token_ids) // PAGE_SIZE))
+        source = _page_sources(self.num_layers, seq.pages_per_layer, retained.pages_per_layer)
+        self.pool.transfer(seq.request_id, retained, source)
+        self._retained[retained] = None
+        self.num_retained_pages += retained.pages_per_layer * self.num_layers
 
     def commit(self, step: ScheduledStep, token_ids: list[int]) -> list[Sequence]:
         """Book the results of a step.
@@ -195,7 +263,9 @@ class Scheduler:
         self._prefilling = still
 
     def abort(self, seq: Sequence, reason: FinishReason = "abort", error: str | None = None) -> bool:
-        """End ``seq`` now, wherever it is, even between ``schedule`` and ``commit``. Its pages are free.
+        """End ``seq`` now, wherever it is, even between ``schedule`` and ``commit``.
+
+        Its pages are free, or retained as far as committed steps have written them.
 
         Returns:
             False if it had ended already.
@@ -213,7 +283,11 @@ class Scheduler:
         if seq.status is SequenceStatus.WAITING:
             del self.waiting[seq.request_id]
         else:
-            self.pool.free(seq.request_id)
+            # After an error K and V may themselves be what is wrong. Less than a page is never taken over.
+            if seq.retain_kv and reason != "error" and seq.num_computed_tokens >= PAGE_SIZE:
+                self._retain(seq)
+            else:
+                self.pool.free(seq.request_id)
             self._free_slots.append(seq.slot)
             self._admitted = [(s, pages) for s, pages in self._admitted if s is not seq]
         seq.slot = -1
@@ -221,3 +295,23 @@ class Scheduler:
         seq.finish_reason = reason
         seq.error = error
         seq.finished_time = self._clock()
+
+
+def _page_sources(num_layers: int, num_old: int, num_new: int) -> np.ndarray:
+    """For ``PagePool.transfer``: each layer keeps the first of its old pages, and gets fresh ones behind.
+
+    Returns:
+        int64 [num_layers * num_new].
+    """
+    source = np.full((num_layers, num_new), FRESH)
+    kept = min(num_old, num_new)
+    source[:, :kept] = np.arange(num_layers * num_old).reshape(num_layers, num_old)[:, :kept]
+    return source.ravel()
+
+
+def _common_length(a: np.ndarray, b: np.ndarray) -> int:
+    """How many elements two arrays [>= 1] have in common from the start."""
+    shorter = min(len(a), len(b))
+    differs = a[:shorter] != b[:shorter]
+    first = int(differs.argmax())
+    return first if differs[first] else shorter

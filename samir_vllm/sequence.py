@@ -6,12 +6,13 @@ Knows no device and no text; the scheduler moves it, the engine words it.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from samir_vllm.config import PAGE_SIZE
+from samir_vllm.sampling import TokenSampling
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -30,6 +31,7 @@ class Sequence:
 
     ``token_ids`` holds the prompt and then the output. ``num_computed_tokens`` counts tokens whose K and
     V are written: during decode it is always ``len(token_ids) - 1``, the newest token being the next input.
+    ``num_cached_tokens`` of them were there at admission, taken over from a sequence that had ended.
     Times are seconds of the engine's clock, None until they happen.
     """
 
@@ -41,9 +43,13 @@ class Sequence:
         "finished_time",
         "first_token_time",
         "max_tokens",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_prompt_tokens",
         "request_id",
+        "retain_kv",
+        "reuse_kv",
+        "sampling",
         "slot",
         "status",
         "stop_ids",
@@ -57,7 +63,10 @@ class Sequence:
         *,
         max_tokens: int,
         stop_ids: frozenset[int] = frozenset(),
+        sampling: TokenSampling | None = None,
         arrival_time: float = 0.0,
+        retain_kv: bool = False,
+        reuse_kv: bool = True,
     ) -> None:
         """A waiting sequence.
 
@@ -66,14 +75,21 @@ class Sequence:
             prompt_token_ids: at least one id.
             max_tokens: new tokens at most (>= 1), cut to what the context has room for.
             stop_ids: every id that ends the answer (the model's, unless ignored, and the user's).
+            sampling: how tokens are chosen; None: the greatest logit.
             arrival_time: seconds.
+            retain_kv: keep K and V at the end, for a later sequence that begins with the same tokens.
+            reuse_kv: take over retained K and V of a common beginning. False runs every prompt token.
         """
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(prompt_token_ids)
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
+        self.sampling = sampling
+        self.retain_kv = retain_kv
+        self.reuse_kv = reuse_kv
         self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
@@ -129,3 +145,21 @@ class ScheduledStep:
         """The sequences that get a token from this step, in the order of the batch's logits rows."""
         ends = [s for s, n in self.prefills if s.num_computed_tokens + n == s.num_prompt_tokens]
         return self.decodes + ends
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities that come with one token: log-softmax in FP32 of the raw logits, never above 0."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability) of the likeliest, best first
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step gave."""
+
+    token_ids: list[int]  # one for each of ``step.sampled()``, -1 where the logits hold a NaN
+    logprobs: list[TokenLogprobs | None] | None = None  # in the same order; None: nobody asked
+    prompt_logprobs: list[tuple[Sequence, list[TokenLogprobs]]] = field(default_factory=list)  # of the chunks

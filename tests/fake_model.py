@@ -2,6 +2,7 @@
 
 ``FakeRunner`` stores each token where the block table says and computes the next one from what it reads back,
 so a page shared by two sequences, a stale block table or a wrong position changes the answer or raises.
+``samples=True`` gives it logits and the reference sampler; else what it says is a hash, which is quick.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from samir_vllm.backends.reference_sampler import Adjustments, sample_row, settings_of
 from samir_vllm.batch import build_batch
 from samir_vllm.config import NAN_TOKEN, PAGE_SIZE, EngineConfig, ModelConfig
 from samir_vllm.engine import Engine
 from samir_vllm.errors import InvariantError
-from samir_vllm.sequence import ScheduledStep
+from samir_vllm.sampling import SamplingParams, TokenSampling
+from samir_vllm.sequence import ScheduledStep, Sequence, StepResult, TokenLogprobs
 
 VOCAB_SIZE = 272
 """Of the model; the tokenizer knows 256 ids, so some tokens have no text, as with a padded vocabulary."""
+
+PLAIN = SamplingParams()
 
 IDLE_STEPS = 100
 """So many steps in a row with nothing to run mean that somebody waits for what never comes."""
@@ -28,6 +33,11 @@ IDLE_STEPS = 100
 def next_token(token_ids: Seq[int]) -> int:
     """What the fake model says after these tokens."""
     return zlib.crc32(np.asarray(token_ids, np.int32).tobytes()) % VOCAB_SIZE
+
+
+def next_logits(token_ids: Seq[int]) -> np.ndarray:
+    """FP32 [VOCAB_SIZE], the model's opinion of what follows these tokens."""
+    return np.random.default_rng(next_token(token_ids)).standard_normal(VOCAB_SIZE, np.float32) * 3
 
 
 def answer(prompt: Seq[int], max_tokens: int, stop_ids: Seq[int] = ()) -> list[int]:
@@ -40,29 +50,63 @@ def answer(prompt: Seq[int], max_tokens: int, stop_ids: Seq[int] = ()) -> list[i
     return ids[len(prompt) :]
 
 
+def sampled_token(token_ids: list[int], num_prompt_tokens: int, sampling: TokenSampling) -> int:
+    """The token after these, by the reference sampler; what was said before is counted anew each time."""
+    logits, settings = next_logits(token_ids), settings_of(sampling)
+    adjustments = Adjustments(sampling, token_ids[:num_prompt_tokens])
+    outputs = token_ids[num_prompt_tokens:]
+    for count, token in enumerate(outputs, 1):
+        adjustments.count(token, count)
+    if sampling.params.adjusts_logits:
+        adjustments.apply(logits, settings, len(outputs))
+    return sample_row(logits, settings, len(token_ids))
+
+
+def sampled_answer(prompt: Seq[int], params: SamplingParams, *, index: int = 0) -> list[int]:
+    """The whole answer number ``index`` of a request with a seed; only ``stop_token_ids`` end it early."""
+    assert params.seed is not None
+    stop_ids = frozenset(params.stop_token_ids)
+    sampling, ids = TokenSampling(params, params.seed, index, stop_ids), list(prompt)
+    for _ in range(params.max_tokens):
+        ids.append(sampled_token(ids, len(prompt), sampling))
+        if ids[-1] in stop_ids:
+            break
+    return ids[len(prompt) :]
+
+
+def logprobs_of(token_ids: Seq[int], token: int, count: int) -> TokenLogprobs:
+    """Of ``token`` after these, by log-softmax in FP64."""
+    logits = next_logits(token_ids).astype(np.float64)
+    values = logits - np.log(np.exp(logits).sum())
+    best = np.argsort(-values, kind="stable")[:count].tolist()
+    return TokenLogprobs(token, float(values[token]), tuple((i, float(values[i])) for i in best))
+
+
 class FakeRunner:
     """Implements ``engine.Runner``.
 
     ``nan_at``: request id -> the output token (0 the first) that comes out NaN. ``raise_at``: number of the
     run (0 the first; empty steps don't count) -> what it raises, once K and V of the step are written.
-    ``steps``: (decodes, prefills) of each run.
+    ``says``: token ids it says over and over, if any. ``steps``: (decodes, prefills) of each run.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, *, samples: bool = False) -> None:
+        self.samples = samples
         self.kv = np.full((num_pages, PAGE_SIZE), -1, np.int64)
         self.block_tables: dict[int, np.ndarray] = {}
         self.nan_at: dict[str, int] = {}
         self.raise_at: dict[int, BaseException] = {}
+        self.says: list[int] = []
         self.steps: list[tuple[list[str], list[tuple[str, int]]]] = []
         self._num_runs = 0
         self._idle_steps = 0
 
-    def run(self, step: ScheduledStep) -> list[int]:
+    def run(self, step: ScheduledStep) -> StepResult:
         if step.is_empty:
             self._idle_steps += 1
             if self._idle_steps > IDLE_STEPS:
                 raise InvariantError("the engine steps on and on with nothing to run")
-            return []
+            return StepResult([])
         self._idle_steps = 0
         self.steps.append(
             ([s.request_id for s in step.decodes], [(s.request_id, chunk) for s, chunk in step.prefills])
@@ -72,55 +116,86 @@ class FakeRunner:
             raise InvariantError("a sequence without a slot is scheduled")
         for seq, page_ids in step.admitted:
             self.block_tables[seq.slot] = page_ids
-            self.kv[page_ids] = -1
-        tokens = self._forward(step)
+            behind = np.arange(seq.num_cached_tokens, page_ids.shape[1] * PAGE_SIZE)
+            self.kv[page_ids[:, behind // PAGE_SIZE], behind % PAGE_SIZE] = -1
+        result = self._forward(step)
         self._num_runs += 1
         if (exc := self.raise_at.get(self._num_runs - 1)) is not None:
             raise exc
         for i, seq in enumerate(step.sampled()):
             if self.nan_at.get(seq.request_id) == seq.num_output_tokens:
-                tokens[i] = NAN_TOKEN
-        return tokens
+                result.token_ids[i] = NAN_TOKEN
+                if result.logprobs is not None:
+                    result.logprobs[i] = None
+        return result
 
-    def _forward(self, step: ScheduledStep) -> list[int]:
+    def _forward(self, step: ScheduledStep) -> StepResult:
         batch = build_batch(step)
-        wanted, tokens = set(batch.logit_rows.tolist()), []
-        for i, slot in enumerate(batch.slots.tolist()):
+        wanted, result = set(batch.logit_rows.tolist()), StepResult([])
+        logprobs: list[TokenLogprobs | None] = []
+        sequences = [*step.decodes, *(seq for seq, _ in step.prefills)]
+        for i, (seq, slot) in enumerate(zip(sequences, batch.slots.tolist(), strict=True)):
             start, stop = batch.cu_seqlens_q[i : i + 2].tolist()
             positions, table = batch.positions[start:stop], self.block_tables[slot]
             self.kv[table[:, positions // PAGE_SIZE], positions % PAGE_SIZE] = batch.token_ids[start:stop]
+            params = PLAIN if seq.sampling is None else seq.sampling.params
+            if stop - 1 not in wanted and params.prompt_logprobs is None:
+                continue
+            seen = self.kv[table].reshape(len(table), -1)[:, : batch.seq_lens[i]]
+            if (seen < 0).any() or (seen != seen[0]).any():
+                raise InvariantError(f"slot {slot} reads K and V that it did not write: {seen.tolist()}")
+            ids = seen[0].tolist()
             if stop - 1 in wanted:
-                seen = self.kv[table].reshape(len(table), -1)[:, : batch.seq_lens[i]]
-                if (seen < 0).any() or (seen != seen[0]).any():
-                    raise InvariantError(f"slot {slot} reads K and V that it did not write: {seen.tolist()}")
-                tokens.append(next_token(seen[0].tolist()))
-        return tokens
+                token, count = self._choose(seq, ids), params.logprobs
+                result.token_ids.append(token)
+                logprobs.append(None if count is None else logprobs_of(ids, token, count))
+            if i >= len(step.decodes) and params.prompt_logprobs is not None:
+                places = range(seq.num_computed_tokens + 1, min(len(ids) + 1, seq.num_prompt_tokens))
+                found = [logprobs_of(ids[:p], seq.token_ids[p], params.prompt_logprobs) for p in places]
+                result.prompt_logprobs.append((seq, found))
+        if any(logprobs):
+            result.logprobs = logprobs
+        return result
+
+    def _choose(self, seq: Sequence, token_ids: list[int]) -> int:
+        if self.samples:
+            sampling = seq.sampling or TokenSampling(PLAIN, 0)
+            return sampled_token(token_ids, seq.num_prompt_tokens, sampling)
+        token = self.says[seq.num_output_tokens % len(self.says)] if self.says else next_token(token_ids)
+        least = 0 if seq.sampling is None else seq.sampling.params.min_tokens
+        while seq.num_output_tokens < least and token in seq.stop_ids:
+            token = (token + 1) % VOCAB_SIZE
+        return token
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8."""
+    """A token is a byte of UTF-8; ``pieces`` are further tokens of several, with the ids from 256."""
 
-    vocab_size = 256
     adds_bos = False
+
+    def __init__(self, pieces: Seq[bytes] = ()) -> None:
+        self._table = [bytes([i]) for i in range(256)] + list(pieces)
+        self.vocab_size = len(self._table)
 
     def encode(self, text: str, *, allow_special: bool = False, add_bos: bool = False) -> list[int]:
         return list(text.encode())
 
     def decode(self, ids: Seq[int], *, skip_special: bool = False) -> str:
-        return bytes(i for i in ids if i < self.vocab_size).decode(errors="replace")
+        return b"".join(self._table[i] for i in ids if i < self.vocab_size).decode(errors="replace")
 
     def stream_decoder(self, *, skip_special: bool = True) -> ByteDecoder:
-        return ByteDecoder()
+        return ByteDecoder(self._table)
 
 
 class ByteDecoder:
     """Holds back an incomplete character."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: list[bytes]) -> None:
+        self._table = table
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
 
     def push(self, token_id: int) -> str:
-        return self._decode(bytes([token_id]))
+        return self._decode(self._table[token_id])
 
     def flush(self) -> str:
         return self._decode(b"", True)
@@ -132,6 +207,8 @@ def make_engine(
     num_layers: int = 2,
     context: int = 256,
     eos_token_ids: tuple[int, ...] = (),
+    samples: bool = False,
+    pieces: Seq[bytes] = (),
     **options: object,
 ) -> tuple[Engine, FakeRunner]:
     """An engine on a fresh fake model; ``options`` are those of ``EngineConfig``."""
@@ -148,12 +225,12 @@ def make_engine(
         rope_theta=1e4,
         eos_token_ids=eos_token_ids,
     )
-    runner = FakeRunner(num_pages)
+    runner = FakeRunner(num_pages, samples=samples)
     config = EngineConfig.from_options(**options)
     engine = Engine.from_parts(
         config,
         model_config,
-        ByteTokenizer(),  # type: ignore[arg-type]
+        ByteTokenizer(pieces),  # type: ignore[arg-type]
         runner,
         num_pages=num_pages,
     )

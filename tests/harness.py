@@ -1,21 +1,27 @@
-"""Drives the forward pass without an engine: packed chunks in, logits of every token out. Loads tools."""
+"""Drives the forward pass without an engine: packed chunks in, logits of every token out.
+
+Makes engines on the golden model. Loads tools.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from fake_model import ByteTokenizer
+from samir_vllm import Engine, EngineConfig
 from samir_vllm.backends import Backend
 from samir_vllm.backends.numpy_backend import NumpyBackend
 from samir_vllm.batch import Batch
 from samir_vllm.config import ModelConfig
 from samir_vllm.llama import LlamaWeights, Observer, forward, gemm_shapes, load_weights
+from samir_vllm.model_runner import ModelRunner
 from samir_vllm.weights import open_weights
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -125,9 +131,54 @@ def run(
         seq_lens=np.array([c.start + len(c.ids) for c in chunks], np.int32),
         slots=np.array([c.slot for c in chunks], np.int32),
         logit_rows=np.arange(sum(lens), dtype=np.int32),
+        logit_slots=np.repeat([c.slot for c in chunks], lens).astype(np.int32),
+        num_outputs=np.zeros(sum(lens), np.int32),
         num_decodes=num_decodes,
     )
     backend = model.backend
     with backend.active():
         logits = forward(backend, model.weights, backend.stage(batch), observe)
         return backend.to_numpy(logits)
+
+
+class RecordingBackend(NumpyBackend):
+    """Keeps the raw logits of every call."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.raw: list[np.ndarray] = []
+
+    def logits(self, *args: Any) -> np.ndarray:
+        found = super().logits(*args)
+        self.raw.append(found.copy())
+        return found
+
+
+def make_tiny_engine(
+    *,
+    num_pages: int = 3 * 24,
+    backend_class: type[NumpyBackend] = NumpyBackend,
+    batch_invariant: bool = True,
+    eos_token_ids: tuple[int, ...] | None = None,
+    **options: object,
+) -> Engine:
+    """An engine on the golden model in FP32; a token is a byte; ``options`` are those of ``EngineConfig``.
+
+    ``batch_invariant``: logits are the same bits in any company. Pages are full of NaN: an over-read is loud.
+    """
+    model_config = ModelConfig.from_dir(TINY)
+    if eos_token_ids is not None:
+        model_config = replace(model_config, eos_token_ids=eos_token_ids)
+    config = EngineConfig.from_options(**options)
+    backend = backend_class(model_config, round_bf16=False, batch_invariant=batch_invariant)
+    runner = ModelRunner(
+        backend,
+        model_config,
+        open_weights(TINY, model_config),
+        num_pages=num_pages,
+        max_num_seqs=config.max_num_seqs,
+        max_pages_per_seq=num_pages // model_config.num_layers,
+    )
+    backend.kv_cache[...] = np.nan
+    tokenizer: Any = ByteTokenizer()
+    return Engine.from_parts(config, model_config, tokenizer, runner, num_pages=num_pages)

@@ -46,6 +46,8 @@ def test_decodes_then_chunks() -> None:
         "seq_lens": [5, 2, 5, 1, 3],
         "slots": [5, 0, 3, 7, 2],
         "logit_rows": [0, 1, 4, 5],
+        "logit_slots": [5, 0, 3, 7],
+        "num_outputs": [2, 1, 0, 0],
         "num_decodes": 2,
     }
 
@@ -59,6 +61,8 @@ def test_decodes_alone() -> None:
         "seq_lens": [3],
         "slots": [9],
         "logit_rows": [0],
+        "logit_slots": [9],
+        "num_outputs": [1],
         "num_decodes": 1,
     }
 
@@ -72,6 +76,8 @@ def test_a_chunk_without_logits() -> None:
         "seq_lens": [2],
         "slots": [1],
         "logit_rows": [],
+        "logit_slots": [],
+        "num_outputs": [],
         "num_decodes": 0,
     }
 
@@ -96,7 +102,8 @@ def steps(draw: st.DrawFn) -> ScheduledStep:
 def obvious(step: ScheduledStep) -> dict[str, object]:
     """Token by token, one sequence after the other."""
     arrays: dict[str, list[int]] = {name: [] for name in ("token_ids", "positions", "seq_lens", "slots")}
-    ends, logit_rows = [0], []
+    ends = [0]
+    logit_rows, logit_slots, num_outputs = [], [], []
     for seq, count in [*((seq, 1) for seq in step.decodes), *step.prefills]:
         position = seq.num_computed_tokens
         for _ in range(count):
@@ -108,7 +115,10 @@ def obvious(step: ScheduledStep) -> dict[str, object]:
         ends.append(ends[-1] + count)
         if position == len(seq.token_ids):
             logit_rows.append(ends[-1] - 1)
-    return arrays | {"cu_seqlens_q": ends, "logit_rows": logit_rows, "num_decodes": len(step.decodes)}
+            logit_slots.append(seq.slot)
+            num_outputs.append(len(seq.output_token_ids))
+    arrays |= {"logit_rows": logit_rows, "logit_slots": logit_slots, "num_outputs": num_outputs}
+    return arrays | {"cu_seqlens_q": ends, "num_decodes": len(step.decodes)}
 
 
 @settings(max_examples=100, deadline=None)

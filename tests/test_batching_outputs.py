@@ -18,7 +18,7 @@ from samir_vllm import Engine, EngineConfig, SamplingParams
 from samir_vllm.backends.numpy_backend import NumpyBackend
 from samir_vllm.config import ModelConfig
 from samir_vllm.model_runner import ModelRunner
-from samir_vllm.sequence import ScheduledStep
+from samir_vllm.sequence import ScheduledStep, StepResult
 from samir_vllm.weights import open_weights
 
 NUM_PAGES = 3 * 24
@@ -44,11 +44,11 @@ class RecordingRunner(ModelRunner):
         super().__init__(*args, **kwargs)
         self.rows: dict[str, list[np.ndarray]] = {}
 
-    def run(self, step: ScheduledStep) -> list[int]:
-        ids = super().run(step)
+    def run(self, step: ScheduledStep) -> StepResult:
+        result = super().run(step)
         for seq, row in zip(step.sampled(), self.backend.last_logits, strict=True):
             self.rows.setdefault(seq.request_id, []).append(row.copy())
-        return ids
+        return result
 
 
 def make_engine(

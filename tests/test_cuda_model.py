@@ -259,6 +259,62 @@ def test_a_row_of_nan_ends_its_request_alone(model_dir: Path) -> None:
     assert engine.pool.num_used == 0
 
 
+SAMPLED = [
+    SamplingParams(max_tokens=12, temperature=1.0, seed=1),
+    SamplingParams(max_tokens=12),
+    SamplingParams(max_tokens=12, temperature=0.7, top_k=40, top_p=0.9, seed=2**64 - 1, logprobs=3),
+    SamplingParams(max_tokens=12, temperature=1.5, min_p=0.02, frequency_penalty=0.5, seed=1),
+    SamplingParams(max_tokens=12, repetition_penalty=2.0, logit_bias={3: 2.0}, logprobs=0),
+    SamplingParams(max_tokens=12, temperature=1.0, seed=4, prompt_logprobs=2, logprobs=1),
+]
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(model_dir: Path) -> None:
+    """Four slots for six requests, greedy and not; then each alone, in the first slot."""
+    rng = np.random.default_rng(6)
+    prompts = [rng.integers(0, 500, n).tolist() for n in (20, 33, 1, 40, 70, 90)]
+    params = [replace(p, ignore_eos=True) for p in SAMPLED]
+    together = make_engine(model_dir).generate(prompts, params)
+    engine = make_engine(model_dir)
+    alone = [engine.generate(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+    assert [r.logprobs for r in together] == [r.logprobs for r in alone]
+    assert [r.prompt_logprobs for r in together] == [r.prompt_logprobs for r in alone]
+
+
+def test_logprobs_are_log_softmax_of_the_logits(model_dir: Path) -> None:
+    """In chunks of 64 tokens and step by step, against one prefill of everything: the same logits."""
+    prompt = np.random.default_rng(7).integers(0, 500, 150).tolist()
+    params = replace(SAMPLED[5], ignore_eos=True, repetition_penalty=1.5)
+    result = make_engine(model_dir).generate(prompt, params)
+    model = make_cuda_model(model_dir, batch_invariant=True)
+    logits = run(model, [Chunk(0, np.array(prompt + result.token_ids[:-1]))]).astype(np.float64)
+    logits -= logits.max(-1, keepdims=True)
+    expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    found = [*(result.prompt_logprobs or [])[1:], *(result.logprobs or [])]
+    assert [p and p.token_id for p in found] == prompt[1:] + result.token_ids
+    for row, logprobs in zip(expected, found, strict=True):
+        assert logprobs is not None
+        # Log-softmax in FP32 of logits up to about 10.
+        assert logprobs.logprob == pytest.approx(row[logprobs.token_id], abs=1e-5)
+        for (token, value), best in zip(logprobs.top, np.sort(row)[::-1], strict=False):
+            assert value == pytest.approx(row[token], abs=1e-5)
+            assert value == pytest.approx(best, abs=1e-5)
+
+
+def test_turns_reuse_their_kv_to_the_same_tokens(model_dir: Path) -> None:
+    rng = np.random.default_rng(8)
+    engine, history = make_engine(model_dir), []
+    for turn in range(4):
+        history += rng.integers(0, 500, 17 + turn).tolist()
+        params = SamplingParams(max_tokens=12, temperature=turn % 2 * 1.0, seed=turn, ignore_eos=True)
+        *_, last = engine.stream(history, params, retain_kv=True)
+        assert last.result is not None
+        assert last.result.token_ids == make_engine(model_dir).generate(history, params).token_ids
+        assert (last.result.metrics.num_cached_tokens > 0) == (turn > 0)
+        history += last.result.token_ids
+
+
 def test_a_steady_decode_step_allocates_nothing(model_dir: Path) -> None:
     import cupy
 
@@ -290,7 +346,7 @@ def test_a_steady_decode_step_allocates_nothing(model_dir: Path) -> None:
     step = ScheduledStep([], [(seq, 5) for seq in sequences], list(zip(sequences, pages, strict=True)))
 
     def run_step(step: ScheduledStep) -> None:
-        for seq, token in zip(sequences, runner.run(step), strict=True):
+        for seq, token in zip(sequences, runner.run(step).token_ids, strict=True):
             seq.num_computed_tokens = len(seq.token_ids)
             seq.token_ids.append(token)
 

@@ -16,10 +16,13 @@ PACKAGE = ROOT / "samir_vllm"
 LAYERS = [
     {"errors", "timing"},
     {"config"},
-    {"tokenizer", "chat", "sampling", "sequence", "page_pool", "weights", "hub", "backends"},
-    {"scheduler", "batch", "llama"},
-    {"model_runner"},
+    {"sampling"},
+    {"tokenizer", "chat", "stopping", "sequence", "page_pool", "weights", "hub", "backends"},
+    {"scheduler", "batch", "llama", "outputs"},
+    {"model_runner", "answers"},
+    {"loading"},
     {"engine"},
+    {"commandline"},
     {"extras", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

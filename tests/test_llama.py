@@ -204,6 +204,8 @@ def test_tokens_without_a_page_are_not_stored(rounded: Model) -> None:
         seq_lens=ends,
         slots=np.zeros(1, np.int32),
         logit_rows=ends - 1,
+        logit_slots=np.zeros(1, np.int32),
+        num_outputs=np.zeros(1, np.int32),
         num_decodes=0,
     )
     want_q = backend.rope_kv_write(qkv, layer, backend.stage(batch))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from written_pages import WrittenPages
 
 from samir_vllm.errors import InvariantError, RequestError
 from samir_vllm.page_pool import PagePool
@@ -20,25 +21,37 @@ STOP, NAN, WORD = 7, -1, 1  # token ids
 
 @dataclass
 class Job:
-    """A request of the simulator, which knows its end: its ``length``-th token, as ``ending``."""
+    """A request of the simulator, which knows all it will say, and that then it ends as ``ending``."""
 
     name: str
-    prompt: int
+    prompt_ids: list[int]
     max_tokens: int
-    length: int
+    answer: list[int]
     ending: str  # of "stop", "error", "length"
+    retains: bool
+    reuses: bool
     done: int = 0  # prompt tokens computed
+    cached: int = 0  # of those, taken over
     said: int = 0  # new tokens, the NaN included
     state: str = "waiting"  # then running, then its finish reason
+
+    @property
+    def prompt(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def written(self) -> list[int]:
+        """The tokens whose K and V are computed for certain."""
+        if self.said == 0:
+            return self.prompt_ids[: self.done]
+        return self.prompt_ids + self.answer[: self.said - 1]
 
     def pages(self, num_layers: int) -> int:
         """Every position that is ever an input, counted page by page."""
         return num_layers * len({position // 16 for position in range(self.prompt + self.max_tokens - 1)})
 
     def next_token(self) -> int:
-        if self.said + 1 < self.length:
-            return WORD
-        return {"stop": STOP, "error": NAN, "length": WORD}[self.ending]
+        return self.answer[self.said]
 
 
 @dataclass
@@ -60,13 +73,18 @@ class Simulator:
     batching: str
     jobs: dict[str, Job] = field(default_factory=dict)
     new: list[str] = field(default_factory=list)  # admitted since the last commit
+    retained: list[list[int]] = field(default_factory=list)  # token ids; the oldest first
 
     def having(self, state: str) -> list[Job]:
         return [job for job in self.jobs.values() if job.state == state]
 
     @property
-    def used(self) -> int:
+    def reserved(self) -> int:
         return sum(job.pages(self.num_layers) for job in self.having("running"))
+
+    @property
+    def num_retained_pages(self) -> int:
+        return sum(self.num_layers * len({i // 16 for i in range(len(ids))}) for ids in self.retained)
 
     def add(self, job: Job) -> bool:
         if job.pages(self.num_layers) > self.num_pages:
@@ -77,11 +95,15 @@ class Simulator:
     def plan(self) -> Plan:
         group_runs = self.batching == "static" and self.having("running") != []
         for job in [] if group_runs else self.having("waiting"):
-            fits = self.used + job.pages(self.num_layers) <= self.num_pages
+            fits = self.reserved + job.pages(self.num_layers) <= self.num_pages
             if not fits or len(self.having("running")) == self.max_num_seqs:
                 break
             job.state = "running"
             self.new.append(job.name)
+            if job.reuses:
+                self.take_over(job)
+            while self.reserved + self.num_retained_pages > self.num_pages:
+                self.retained.pop(0)
         # As jobs are admitted in order and prefilled in order, they also start to decode in order.
         plan = Plan([], [], list(self.new), [])
         tokens_left = self.max_batched_tokens
@@ -100,6 +122,23 @@ class Simulator:
         plan.sampled = plan.decodes + ends
         return plan
 
+    def take_over(self, job: Job) -> None:
+        best, most = None, 15
+        for ids in reversed(self.retained):
+            common = 0
+            while common < min(len(ids), job.prompt) and ids[common] == job.prompt_ids[common]:
+                common += 1
+            if common > most and common >= len(ids) - common:
+                best, most = ids, common
+        if best is not None:
+            self.retained = [ids for ids in self.retained if ids is not best]
+            job.done = job.cached = most if most < job.prompt else job.prompt - 1
+
+    def end(self, job: Job, state: str) -> None:
+        if job.state == "running" and job.retains and state != "error" and len(job.written) >= 16:
+            self.retained.append(job.written)
+        job.state = state
+
     def commit(self, plan: Plan) -> list[str]:
         self.new = []
         for name, chunk in plan.prefills:
@@ -107,15 +146,15 @@ class Simulator:
         booked = [name for name in plan.sampled if self.jobs[name].state == "running"]
         for job in (self.jobs[name] for name in booked):
             job.said += 1
-            if job.said == job.length:
-                job.state = job.ending
+            if job.said == len(job.answer):
+                self.end(job, job.ending)
         return booked
 
     def abort(self, name: str) -> bool:
         job = self.jobs[name]
         if job.state not in ("waiting", "running"):
             return False
-        job.state = "abort"
+        self.end(job, "abort")
         if name in self.new:
             self.new.remove(name)
         return True
@@ -136,12 +175,16 @@ class Schedule:
 WHICH = st.integers(0, 30)
 ADD = st.tuples(
     st.just("add"),
-    st.integers(1, 50),  # prompt tokens
+    st.one_of(st.integers(0, 5), st.integers(0, 50)),  # prompt tokens of its own
     st.integers(1, 40),  # new tokens at most
     st.sampled_from(["length", "length", "stop", "error"]),
     st.integers(0, 39),  # an early ending after so many tokens, modulo
+    st.one_of(st.none(), st.integers(0, 3)),  # whose tokens come before its own: the last request's (0) ...
+    st.one_of(st.just(1000), st.integers(14, 18), st.integers(0, 90)),  # so many of them at most
+    st.sampled_from([True, True, False]),  # retains
+    st.sampled_from([True, True, True, False]),  # reuses
 )
-STEP = st.tuples(st.just("step"))
+STEP = st.one_of(st.tuples(st.just("step")), st.tuples(st.just("steps"), st.integers(2, 40)))
 SELDOM = st.one_of(
     st.tuples(st.just("interrupted step")),
     st.tuples(
@@ -149,6 +192,7 @@ SELDOM = st.one_of(
     ),  # with an abort before its results are in
     st.tuples(st.just("abort"), WHICH),
     st.tuples(st.just("add again"), WHICH),
+    st.tuples(st.just("drop retained")),
 )
 ACTION = st.sampled_from([ADD] * 4 + [STEP] * 4 + [SELDOM] * 2).flatmap(lambda kind: kind)
 
@@ -158,7 +202,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
     """Sizes small enough, and actions enough (left alone, Hypothesis draws about five), that limits bind."""
     num_layers = draw(st.integers(1, 3))
     return Schedule(
-        num_pages=draw(st.integers(1, 14)) * num_layers + draw(st.integers(0, num_layers - 1)),
+        num_pages=draw(st.one_of(st.integers(1, 14), st.integers(5, 40))) * num_layers
+        + draw(st.integers(0, num_layers - 1)),
         num_layers=num_layers,
         max_num_seqs=draw(st.integers(1, 5)),
         max_batched_tokens=draw(st.one_of(st.integers(1, 20), st.integers(21, 120))),
@@ -170,7 +215,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
 class Duel:
     """Does each action to the scheduler and to the simulator, and compares everything that shows."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, *, retention: bool) -> None:
+        self.retention = retention
         self.pool = PagePool(schedule.num_pages)
         sizes = {
             "num_layers": schedule.num_layers,
@@ -180,16 +226,41 @@ class Duel:
         }
         self.real = Scheduler(self.pool, **sizes, clock=itertools.count(1).__next__)
         self.sim = Simulator(schedule.num_pages, **sizes)
+        self.pages = WrittenPages(self.real)
         self.seqs: dict[str, Sequence] = {}
+        self.num_steps = 0
+        self.admitted_at: dict[str, int] = {}  # name -> number of the step
 
     def some(self, index: int) -> str | None:
         names = list(self.seqs)
         return names[index % len(names)] if names else None
 
-    def add(self, prompt: int, max_tokens: int, ending: str, early: int) -> None:
+    def add(
+        self,
+        own: int,
+        max_tokens: int,
+        ending: str,
+        early: int,
+        parent: int | None,
+        shared: int,
+        retains: bool,
+        reuses: bool,
+    ) -> None:
         length = max_tokens if ending == "length" else early % max_tokens + 1
-        job = Job(f"job-{len(self.seqs)}", prompt, max_tokens, length, ending)
-        seq = Sequence(job.name, [WORD] * prompt, max_tokens=max_tokens, stop_ids=frozenset([STOP]))
+        words = itertools.count(1000 * (len(self.seqs) + 1))  # nobody else's
+        prompt = self.begin_like(parent, shared)
+        prompt += itertools.islice(words, own if prompt else max(1, own))
+        answer = [*itertools.islice(words, length - 1), {"stop": STOP, "error": NAN}.get(ending, WORD)]
+        retains &= self.retention
+        job = Job(f"job-{len(self.seqs)}", prompt, max_tokens, answer, ending, retains, reuses)
+        seq = Sequence(
+            job.name,
+            prompt,
+            max_tokens=max_tokens,
+            stop_ids=frozenset([STOP]),
+            retain_kv=retains,
+            reuse_kv=reuses,
+        )
         if self.sim.add(job):
             self.real.add(seq)
             self.seqs[job.name] = seq
@@ -197,10 +268,23 @@ class Duel:
             with pytest.raises(RequestError, match=rf"{job.pages(self.sim.num_layers)} KV pages"):
                 self.real.add(seq)
 
+    def begin_like(self, parent: int | None, count: int) -> list[int]:
+        """The first tokens of another's prompt and (whole) answer."""
+        if parent is None or not self.sim.jobs:
+            return []
+        jobs = list(self.sim.jobs.values())
+        job = jobs[-1 - parent % len(jobs)]
+        return [i for i in job.prompt_ids + job.answer if i != NAN][:count]
+
     def add_again(self, name: str) -> None:
         if self.sim.jobs[name].state in ("waiting", "running"):
             with pytest.raises(RequestError, match="already live"):
                 self.real.add(Sequence(name, [WORD], max_tokens=1))
+
+    def drop_retained(self) -> None:
+        self.real.drop_retained()
+        self.sim.retained = []
+        self.check()
 
     def abort(self, name: str) -> None:
         assert self.real.abort(self.seqs[name]) == self.sim.abort(name)
@@ -213,7 +297,10 @@ class Duel:
         assert [s.request_id for s, _ in step.admitted] == plan.admitted
         assert [s.request_id for s in step.sampled()] == plan.sampled
         assert sum(chunk for _, chunk in step.prefills) <= self.real.max_batched_tokens
-        self.check_tables(step)
+        for seq, _ in step.admitted:
+            self.admitted_at.setdefault(seq.request_id, self.num_steps)
+        self.num_steps += 1
+        self.pages.run(step)
         self.check()
         tokens = [self.sim.jobs[name].next_token() for name in plan.sampled]
         if aborted_meanwhile is not None:
@@ -224,16 +311,12 @@ class Duel:
         self.check()
         return not step.is_empty
 
-    def check_tables(self, step: ScheduledStep) -> None:
-        for seq, pages in step.admitted:
-            job = self.sim.jobs[seq.request_id]
-            assert pages.shape == (self.real.num_layers, job.pages(1))
-            assert len(set(pages.ravel().tolist())) == job.pages(self.real.num_layers)
-            assert self.pool.is_owner(seq.request_id)
-
     def check(self) -> None:
         self.pool.check_integrity()
-        assert self.pool.num_used == self.sim.used
+        assert self.pool.num_used == self.sim.reserved + self.sim.num_retained_pages
+        assert self.real.num_retained_pages == self.sim.num_retained_pages
+        assert [retained.token_ids.tolist() for retained in self.real._retained] == self.sim.retained
+        self.pages.check_retained()
         running = self.sim.having("running")
         assert {s.request_id for s in self.real.running()} == {job.name for job in running}
         assert self.real.num_running == len(running)
@@ -257,7 +340,9 @@ class Duel:
             assert seq.finished_time is not None
             assert (seq.error is not None) == (job.state == "error")
             assert seq.slot == -1
-        assert seq.num_output_tokens == job.said - (job.state == "error")
+        assert seq.token_ids == job.prompt_ids + job.answer[: job.said - (job.state == "error")]
+        assert seq.num_cached_tokens == job.cached
+        assert self.pool.is_owner(seq.request_id) == (job.state == "running")
 
     def drain(self) -> None:
         """Runs to the end: every step does something, so it must come after as many steps as tokens."""
@@ -266,21 +351,29 @@ class Duel:
             assert self.step()
         assert not self.real.has_work
         assert self.real.schedule().is_empty
+        self.drop_retained()
         assert self.pool.num_free == self.pool.num_pages
         assert sorted(self.real._free_slots) == list(range(self.real.max_num_seqs))
 
 
-def fight(schedule: Schedule) -> None:
-    duel = Duel(schedule)
+def fight(schedule: Schedule, *, retention: bool = True) -> Duel:
+    duel = Duel(schedule, retention=retention)
     for kind, *details in schedule.actions:
         if kind == "add":
             duel.add(*details)
         elif kind in ("step", "interrupted step"):
             victim = duel.some(details[0]) if details else None
             duel.step(interrupted=kind == "interrupted step", aborted_meanwhile=victim)
+        elif kind == "steps":
+            for _ in range(*details):
+                if not duel.step():
+                    break
+        elif kind == "drop retained":
+            duel.drop_retained()
         elif (name := duel.some(details[0])) is not None:
             {"abort": duel.abort, "add again": duel.add_again}[kind](name)
     duel.drain()
+    return duel
 
 
 @settings(max_examples=150, deadline=None)
@@ -294,6 +387,27 @@ def test_equals_the_simulator(schedule: Schedule) -> None:
 @given(schedules())
 def test_equals_the_simulator_for_thousands_of_schedules(schedule: Schedule) -> None:
     fight(schedule)
+
+
+def compare_with_nothing_retained(schedule: Schedule) -> None:
+    """Continuous batching alone: a static group that ends sooner may set out without the next request."""
+    schedule = replace(schedule, batching="continuous")
+    admitted = fight(schedule).admitted_at
+    for name, at in fight(schedule, retention=False).admitted_at.items():
+        assert admitted[name] <= at, name
+
+
+@settings(max_examples=50, deadline=None)
+@given(schedules())
+def test_what_is_retained_keeps_nobody_waiting(schedule: Schedule) -> None:
+    compare_with_nothing_retained(schedule)
+
+
+@pytest.mark.slow
+@settings(max_examples=1_000, deadline=None)
+@given(schedules())
+def test_what_is_retained_keeps_nobody_waiting_in_thousands_of_schedules(schedule: Schedule) -> None:
+    compare_with_nothing_retained(schedule)
 
 
 # One by one

@@ -51,6 +51,11 @@ class Both:
 
     sides: list[Any]
 
+    @property
+    def logit_rows(self) -> Both:
+        """Of the inputs of a step."""
+        return Both([side.logit_rows for side in self.sides])
+
 
 class TwoBackends:
     """Stands where a ``Backend`` is expected and makes every call on two; arrays are ``Both``."""

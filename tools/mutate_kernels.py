@@ -504,46 +504,6 @@ SILU = (
     ),
 )
 
-ARGMAX = (
-    Mutation(
-        "argmax.cu",
-        "higher id wins a tie",
-        (
-            Edit("<< 32 | ~static_cast<unsigned int>(id)", "<< 32 | static_cast<unsigned int>(id)"),
-            Edit(
-                "static_cast<int>(~static_cast<unsigned int>(winner))",
-                "static_cast<int>(static_cast<unsigned int>(winner))",
-            ),
-        ),
-    ),
-    mutation("argmax.cu", "NaN not seen", "    if ((bits & 0x7fffffffu) > 0x7f800000u) return NAN_KEY;\n"),
-    mutation(
-        "argmax.cu",
-        "negative NaN not seen",
-        "(bits & 0x7fffffffu) > 0x7f800000u",
-        "bits > 0x7f800000u && bits < 0x80000000u",
-    ),
-    mutation("argmax.cu", "zeros of both signs differ", "    if (bits == 0x80000000u) bits = 0;\n"),
-    mutation("argmax.cu", "barrier dropped", "    __syncthreads();\n"),
-    mutation("argmax.cu", "counter not reset", "    arrived[row] = 0;\n"),
-    mutation("argmax.cu", "maximum not reset", "atomicExch(&best[row], 0ull)", "atomicMax(&best[row], 0ull)"),
-    mutation("argmax.cu", "last warp not asked", "w < blockDim.x / 32;", "w < blockDim.x / 32 - 1;"),
-    mutation("argmax.cu", "rows taken for aligned", "stride % 4 == 0)", "true)"),
-    by_chance(
-        "argmax.cu",
-        "fence before the arrival dropped",
-        "    __threadfence();  // the maximum is there before the arrival is counted\n",
-        reason=BETWEEN_BLOCKS,
-    ),
-    by_chance(
-        "argmax.cu",
-        "fence before the winner is taken dropped",
-        "return;\n    __threadfence();\n",
-        "return;\n",
-        reason=BETWEEN_BLOCKS,
-    ),
-)
-
 PTX = (
     for_gpu(
         "ptx.cuh",
@@ -566,9 +526,659 @@ PTX = (
     for_compiler("ptx.cuh", "a layout that mma doesn't have", "m16n8k16.row.col", "m16n8k16.col.col"),
 )
 
+LOGITS = (
+    Mutation(
+        "logits.cuh",
+        "higher id wins a tie",
+        (
+            Edit("<< 32 | ~static_cast<unsigned int>(id)", "<< 32 | static_cast<unsigned int>(id)"),
+            Edit(
+                "static_cast<int>(~static_cast<unsigned int>(key))",
+                "static_cast<int>(static_cast<unsigned int>(key))",
+            ),
+        ),
+    ),
+    mutation(
+        "logits.cuh",
+        "NaN not seen",
+        "(__float_as_uint(logit) & 0x7fffffffu) > 0x7f800000u ? NAN_KEY : number_key",
+        "false ? NAN_KEY : number_key",
+    ),
+    mutation(
+        "logits.cuh",
+        "negative NaN not seen",
+        "(__float_as_uint(logit) & 0x7fffffffu) > 0x7f800000u",
+        "__float_as_uint(logit) > 0x7f800000u && __float_as_uint(logit) < 0x80000000u",
+    ),
+    mutation("logits.cuh", "zeros of both signs differ", "    if (bits == 0x80000000u) bits = 0;\n"),
+    mutation(
+        "logits.cuh",
+        "value of a key below 0 wrong",
+        "rank ^ 0x80000000u : ~rank",
+        "rank ^ 0x80000000u : rank",
+    ),
+    mutation("logits.cuh", "first step of the butterfly missing", "int offset = 16", "int offset = 8"),
+    mutation("logits.cuh", "rows taken for aligned", "stride % 4 == 0}", "true}"),
+    mutation(
+        "logits.cuh",
+        "last 4 values of a row not among the maxima",
+        "i < quads; i += step",
+        "i < quads - 1; i += step",
+    ),
+    mutation(
+        "logits.cuh",
+        "a part's second 4 values not among the maxima",
+        "i < quads; i += step",
+        "i < min(quads, step); i += step",
+    ),
+    mutation(
+        "logits.cuh",
+        "last value of a row not among the maxima",
+        "i < VOCAB_SIZE; i += step",
+        "i < VOCAB_SIZE - 1; i += step",
+    ),
+    mutation(
+        "logits.cuh",
+        "values read twice behind the first loads",
+        "ahead[AHEAD - 1] = quad_at(row, at + AHEAD * 128, end);",
+        "ahead[AHEAD - 1] = quad_at(row, at + (AHEAD - 1) * 128, end);",
+    ),
+    mutation(
+        "logits.cuh",
+        "first loads all of one place",
+        "for (int i = 0; i < AHEAD; ++i) ahead[i] = quad_at(row, at + i * 128, end);",
+        "for (int i = 0; i < AHEAD; ++i) ahead[i] = quad_at(row, at, end);",
+    ),
+    mutation(
+        "logits.cuh",
+        "values behind a part's end visited",
+        "visit(values, at, min(4, end - at))",
+        "visit(values, at, 4)",
+    ),
+    mutation(
+        "logits.cuh",
+        "last value of a part not visited",
+        "for (; at < end; at += 128)",
+        "for (; at < end - 1; at += 128)",
+    ),
+    mutation(
+        "logits.cuh",
+        "a row's last values read 16 bytes at a time",
+        "row.aligned && at + 4 <= end",
+        "row.aligned",
+    ),
+    mutation("logits.cuh", "owner of a value is a wrong lane", "(id - begin) / 4 % 32", "(id - begin) % 32"),
+    mutation(
+        "logits.cuh", "parts of a row too short", "(end - begin + parts - 1) / parts", "(end - begin) / parts"
+    ),
+    mutation("logits.cuh", "parts begin anywhere", "/ parts + 3) & ~3;", "/ parts + 3);"),
+)
+
+ARGMAX = (
+    mutation("argmax.cu", "barrier dropped", "    __syncthreads();\n"),
+    mutation(
+        "argmax.cu",
+        "NaN taken for a token",
+        "winner == NAN_KEY ? -1 : id_of(winner)",
+        "id_of(winner) & 0x7fffffff",
+    ),
+    mutation("argmax.cu", "counter not reset", "    arrived[row] = 0;\n"),
+    mutation("argmax.cu", "maximum not reset", "atomicExch(&best[row], 0ull)", "atomicMax(&best[row], 0ull)"),
+    mutation("argmax.cu", "last warp not asked", "w < blockDim.x / 32;", "w < blockDim.x / 32 - 1;"),
+    by_chance(
+        "argmax.cu",
+        "fence before the arrival dropped",
+        "    __threadfence();  // the maximum is there before the arrival is counted\n",
+        reason=BETWEEN_BLOCKS,
+    ),
+    by_chance(
+        "argmax.cu",
+        "fence before the winner is taken dropped",
+        "return;\n    __threadfence();\n",
+        "return;\n",
+        reason=BETWEEN_BLOCKS,
+    ),
+)
+
+SAMPLING = (
+    mutation(
+        "sampling.cuh",
+        "min_p and top_k exchanged",
+        "float min_p;\n    unsigned int top_k;",
+        "unsigned int top_k;\n    float min_p;",
+    ),
+    mutation(
+        "sampling.cuh",
+        "top_p and seed exchanged",
+        "unsigned long long top_p;  // in units of 2^-32\n    unsigned long long seed;",
+        "unsigned long long seed;\n    unsigned long long top_p;",
+    ),
+    mutation(
+        "sampling.cuh", "presence and frequency exchanged", "presence, frequency", "frequency, presence"
+    ),
+    mutation(
+        "sampling.cuh",
+        "flags of an adjustment exchanged",
+        "IN_PROMPT = 1, ENDS_ANSWER = 2",
+        "IN_PROMPT = 2, ENDS_ANSWER = 1",
+    ),
+    mutation("sampling.cuh", "outputs counted by halves", "ONE_OUTPUT = 4", "ONE_OUTPUT = 8"),
+)
+
+ADJUST = (
+    mutation(
+        "adjust_logits.cu",
+        "barrier before the last token is looked for dropped",
+        "found = 0;\n        __syncthreads();\n",
+        "found = 0;\n",
+    ),
+    mutation(
+        "adjust_logits.cu",
+        "barrier after it was looked for dropped",
+        "        __syncthreads();\n        const bool is_new",
+        "        const bool is_new",
+    ),
+    mutation(
+        "adjust_logits.cu",
+        "barrier behind a new entry dropped",
+        "        size += is_new;\n        __syncthreads();\n",
+        "        size += is_new;\n",
+    ),
+    mutation("adjust_logits.cu", "bias not added", "__fadd_rn(entry.raw, entry.bias)", "entry.raw"),
+    mutation("adjust_logits.cu", "prompt not penalised", "entry.state & IN_PROMPT || count > 0", "count > 0"),
+    mutation(
+        "adjust_logits.cu",
+        "output not penalised",
+        "entry.state & IN_PROMPT || count > 0",
+        "entry.state & IN_PROMPT",
+    ),
+    mutation("adjust_logits.cu", "logits below 0 divided too", "l > 0 ? __fdiv_rn", "true ? __fdiv_rn"),
+    mutation(
+        "adjust_logits.cu",
+        "frequency taken once",
+        "__fmul_rn(static_cast<float>(count), s.frequency)",
+        "__fmul_rn(count > 0, s.frequency)",
+    ),
+    mutation(
+        "adjust_logits.cu",
+        "presence of all tokens",
+        "return count > 0 ? __fsub_rn",
+        "return true ? __fsub_rn",
+    ),
+    mutation(
+        "adjust_logits.cu",
+        "min_tokens one too many",
+        "num_outputs < s.min_tokens",
+        "num_outputs <= s.min_tokens",
+    ),
+    mutation(
+        "adjust_logits.cu",
+        "min_tokens for every token",
+        "entry.state & ENDS_ANSWER && num_outputs",
+        "num_outputs",
+    ),
+    mutation(
+        "adjust_logits.cu",
+        "last token counted at each run",
+        "counts && head->state < outputs",
+        "counts && outputs > 0",
+    ),
+    mutation(
+        "adjust_logits.cu",
+        "first token of the step taken for the row's last",
+        "token_ids[token_rows[row]]",
+        "token_ids[row]",
+    ),
+    mutation("adjust_logits.cu", "slot forgotten by adjust_logits", "settings[slots[row]]", "settings[row]"),
+    mutation(
+        "adjust_logits.cu",
+        "a new token takes the last one's place",
+        "entries[size] = {last",
+        "entries[size - 1] = {last",
+    ),
+    mutation("adjust_logits.cu", "a new token forgotten", "head->id = size + is_new;", "head->id = size;"),
+    mutation(
+        "adjust_logits.cu",
+        "a known token entered anew",
+        "const bool is_new = !found;",
+        "const bool is_new = true;",
+    ),
+    mutation(
+        "adjust_logits.cu",
+        "entries beyond the block's threads forgotten",
+        "i < size; i += blockDim.x) {\n        Adjustment",
+        "i < min(size, 256); i += blockDim.x) {\n        Adjustment",
+    ),
+    mutation("adjust_logits.cu", "raw logit not remembered", "entries[i].raw = entry.raw =", "entry.raw ="),
+    mutation(
+        "adjust_logits.cu",
+        "last entry not restored",
+        "i < head->id; i += blockDim.x) values",
+        "i < head->id - 1; i += blockDim.x) values",
+    ),
+    mutation(
+        "adjust_logits.cu",
+        "slot forgotten by restore_logits",
+        "settings[slots[blockIdx.x]].table",
+        "settings[blockIdx.x].table",
+    ),
+)
+
+LOG_PROBS = (
+    mutation(
+        "log_probs.cu",
+        "barrier behind the warps' best dropped",
+        "    tell_best();\n    __syncthreads();\n",
+        "    tell_best();\n",
+    ),
+    mutation(
+        "log_probs.cu",
+        "barrier before the next best dropped",
+        "        __syncthreads();  // all have seen the winner\n",
+    ),
+    mutation(
+        "log_probs.cu",
+        "barrier behind the next best dropped",
+        "            tell_best();\n        }\n        __syncthreads();\n",
+        "            tell_best();\n        }\n",
+    ),
+    mutation("log_probs.cu", "NaN is the greatest", "if (i < n && key != NAN_KEY)", "if (i < n)"),
+    mutation("log_probs.cu", "last warp not asked", "w < WARPS; ++w) best", "w < WARPS - 1; ++w) best"),
+    mutation(
+        "log_probs.cu",
+        "infinity minus infinity",
+        "value == greatest ? 0.0f : value - greatest",
+        "value - greatest",
+    ),
+    mutation(
+        "log_probs.cu", "greatest not taken off", "value == greatest ? 0.0f : value - greatest", "value"
+    ),
+    mutation("log_probs.cu", "base of the exponential", "LOG2_E = 1.44269504f", "LOG2_E = 1.44f"),
+    mutation(
+        "log_probs.cu",
+        "a token read where there is none",
+        "token < 0 ? __uint_as_float(0x7fc00000u) : below",
+        "below",
+    ),
+    mutation("log_probs.cu", "the first row's token for all", "token_ids[blockIdx.x]", "token_ids[0]"),
+    mutation(
+        "log_probs.cu",
+        "sum not taken off the likeliest",
+        "below(value_at(rank_of(key))) - log_sum",
+        "below(value_at(rank_of(key)))",
+    ),
+    mutation(
+        "log_probs.cu",
+        "an output row one off",
+        "static_cast<long long>(blockIdx.x) * count + i",
+        "static_cast<long long>(blockIdx.x) * 20 + i",
+    ),
+    mutation("log_probs.cu", "the winner found again", "if (other < key) next", "if (other <= key) next"),
+    mutation(
+        "log_probs.cu",
+        "next best of another lane's part",
+        "(lane * 32 + owner) * 4",
+        "(lane * 32 + (owner ^ 1)) * 4",
+    ),
+    mutation(
+        "log_probs.cu",
+        "next best of the first values alone",
+        "at < end; at += 32 * 128",
+        "at < begin + 512; at += 32 * 128",
+    ),
+    mutation(
+        "log_probs.cu",
+        "next best kept by every lane",
+        "            if (lane == owner) own_best = next;\n",
+        "            own_best = next;\n",
+    ),
+)
+
+SAMPLE = (
+    mutation(
+        "sample.cu",
+        "barrier of block_scan dropped",
+        "    if (lane == 31) warp_totals[warp] = sum;\n    __syncthreads();\n",
+        "    if (lane == 31) warp_totals[warp] = sum;\n    \n",
+    ),
+    mutation(
+        "sample.cu",
+        "barrier of threshold dropped",
+        "        __syncthreads();  // one is enough: the next turn writes to the other half\n",
+    ),
+    mutation(
+        "sample.cu", "barrier before a sort dropped", "keys[i] = 0;\n    __syncthreads();\n", "keys[i] = 0;\n"
+    ),
+    mutation(
+        "sample.cu",
+        "barrier between two steps of a sort dropped",
+        "            }\n            __syncthreads();\n",
+        "            }\n",
+    ),
+    mutation(
+        "sample.cu",
+        "barrier before keys are listed dropped",
+        "list.size = 0;\n    __syncthreads();\n",
+        "list.size = 0;\n",
+    ),
+    mutation(
+        "sample.cu", "barrier behind the list dropped", "    });\n    __syncthreads();\n}", "    });\n}"
+    ),
+    mutation(
+        "sample.cu",
+        "barrier behind a list's measures dropped",
+        "<< ID_BITS | id;\n    }\n    __syncthreads();\n",
+        "<< ID_BITS | id;\n    }\n",
+    ),
+    mutation(
+        "sample.cu",
+        "barrier before the place is known dropped",
+        "    __syncthreads();\n    sum = reached;",
+        "    sum = reached;",
+    ),
+    mutation(
+        "sample.cu",
+        "barrier behind the parts' sums dropped",
+        "parts[warp] = own;\n    __syncthreads();\n",
+        "parts[warp] = own;\n",
+    ),
+    mutation(
+        "sample.cu",
+        "barrier before smaller parts dropped",
+        "        __syncthreads();  // all have read the parts\n",
+    ),
+    mutation(
+        "sample.cu",
+        "barrier before the token is known by pick dropped",
+        "picked = id;\n    __syncthreads();\n",
+        "picked = id;\n",
+    ),
+    mutation(
+        "sample.cu",
+        "barrier before the token is known by pick_listed dropped",
+        "picked = list.id(i);\n    }\n    __syncthreads();\n",
+        "picked = list.id(i);\n    }\n",
+    ),
+    mutation(
+        "sample.cu",
+        "barrier behind the pivots dropped",
+        "        }\n        __syncthreads();\n        unsigned int counts",
+        "        }\n        unsigned int counts",
+    ),
+    mutation(
+        "sample.cu",
+        "barrier before the warps' sums meet dropped",
+        "        __syncthreads();\n        if (threadIdx.x < 2 * PIVOTS)",
+        "        if (threadIdx.x < 2 * PIVOTS)",
+    ),
+    mutation(
+        "sample.cu",
+        "barrier before the bounds move dropped",
+        "        __syncthreads();\n        const u64 above",
+        "        const u64 above",
+    ),
+    mutation(
+        "sample.cu",
+        "barrier before the next bounds dropped",
+        "        __syncthreads();  // all have read the sums\n",
+    ),
+    mutation(
+        "sample.cu",
+        "barrier before the greatest is known dropped",
+        "= best;\n    __syncthreads();\n",
+        "= best;\n",
+    ),
+    mutation(
+        "sample.cu",
+        "maxima of a row's parts in one place",
+        "blockIdx.y * blockDim.x + threadIdx.x] = key",
+        "threadIdx.x] = key",
+    ),
+    mutation(
+        "sample.cu",
+        "maxima of the first row for all",
+        "maxima += static_cast<long long>(blockIdx.x) * SEGMENTS;",
+        "maxima += 0;",
+    ),
+    mutation(
+        "sample.cu",
+        "words of the generator exchanged",
+        "static_cast<u64>(c1) << 32 | c0",
+        "static_cast<u64>(c0) << 32 | c1",
+    ),
+    mutation("sample.cu", "a round of the generator missing", "round < 10", "round < 9"),
+    mutation(
+        "sample.cu", "upper half of the seed ignored", "k1 = static_cast<unsigned int>(seed >> 32)", "k1 = 0"
+    ),
+    mutation("sample.cu", "index ignored", "c1 = index, c2", "c1 = 0, c2"),
+    mutation(
+        "sample.cu",
+        "position of the last token, not the next",
+        "[token_rows[blockIdx.x]] + 1",
+        "[token_rows[blockIdx.x]]",
+    ),
+    mutation(
+        "sample.cu",
+        "position of another row's token",
+        "positions[token_rows[blockIdx.x]]",
+        "positions[blockIdx.x]",
+    ),
+    mutation("sample.cu", "slot forgotten", "settings[slots[blockIdx.x]]", "settings[blockIdx.x]"),
+    mutation(
+        "sample.cu",
+        "temperature forgotten",
+        "__fmul_rn(__fsub_rn(value, greatest), scale)",
+        "__fsub_rn(value, greatest)",
+    ),
+    mutation(
+        "sample.cu", "a product and a sum fused", "__fadd_rn(__fmul_rn(y, f), 1.0f)", "__fmaf_rn(y, f, 1.0f)"
+    ),
+    mutation("sample.cu", "exponent cut too early", "scale), -60.0f)", "scale), -40.0f)"),
+    mutation("sample.cu", "masses one bit off", "- 127 - 23 + MASS_BITS", "- 127 - 22 + MASS_BITS"),
+    mutation(
+        "sample.cu",
+        "masses below 2^20 of the wrong size",
+        "significand >> min(max(-shift, 0), 31)",
+        "significand >> min(max(-shift - 1, 0), 31)",
+    ),
+    mutation("sample.cu", "min_p drops its own border", "e >= min_p ?", "e > min_p ?"),
+    mutation(
+        "sample.cu",
+        "sum of the first warp not counted",
+        "for (int w = 0; w < WARPS; ++w) {\n        if (w < warp)",
+        "for (int w = 1; w < WARPS; ++w) {\n        if (w < warp)",
+    ),
+    mutation(
+        "sample.cu",
+        "one segment too few above the threshold",
+        "if (count >= wanted) {",
+        "if (count >= wanted - 1) {",
+    ),
+    mutation(
+        "sample.cu",
+        "places behind the last segment counted",
+        "rank_of(maxima[at]) : 0;",
+        "rank_of(maxima[at]) : 0xffffffffu;",
+    ),
+    mutation("sample.cu", "sorted the wrong way round", "((i & size) == 0)", "((i & size) != 0)"),
+    mutation(
+        "sample.cu",
+        "padding of a list left out",
+        "i < padded; i += THREADS) keys[i] = 0;",
+        "i < padded; i += THREADS) ;",
+    ),
+    mutation("sample.cu", "measure of what lies below the cut", ">= from ? own : 0", ">= 0 ? own : 0"),
+    mutation("sample.cu", "the token at the cut dropped", ">= from ? own : 0", "> from ? own : 0"),
+    mutation(
+        "sample.cu",
+        "a quad with one listed value skipped",
+        "fmaxf(fmaxf(values[0], values[1]), fmaxf(values[2], values[3])) < least",
+        "fminf(fminf(values[0], values[1]), fminf(values[2], values[3])) < least",
+    ),
+    mutation("sample.cu", "lowest key not listed", "key < low || key > high", "key <= low || key > high"),
+    mutation("sample.cu", "keys above the highest listed", "key < low || key > high", "key < low"),
+    mutation(
+        "sample.cu",
+        "list written beyond its end",
+        "if (place < LIST_SIZE) list.keys[place] = key;",
+        "list.keys[place] = key;",
+    ),
+    mutation(
+        "sample.cu",
+        "the sum must exceed the amount",
+        "if (so_far >= amount) place",
+        "if (so_far > amount) place",
+    ),
+    mutation(
+        "sample.cu",
+        "what lies above the list not counted",
+        "so_far = base + block_scan(own, total)",
+        "so_far = block_scan(own, total)",
+    ),
+    mutation(
+        "sample.cu",
+        "sum not known where nothing reaches the amount",
+        "    if (threadIdx.x == 0 && base + total < amount) reached = base + total;\n",
+    ),
+    mutation(
+        "sample.cu",
+        "a part's last ids not measured",
+        "min(first + width, end), [&]",
+        "min(first + width, end - 1), [&]",
+    ),
+    mutation(
+        "sample.cu", "the last part never picked", "part < WARPS - 1 && r >=", "part < WARPS - 2 && r >="
+    ),
+    mutation(
+        "sample.cu",
+        "random part of the last sum, not of the first",
+        "if (whole) r = __umul64hi(random, total);",
+        "r = __umul64hi(random, total);",
+    ),
+    mutation(
+        "sample.cu",
+        "smaller parts searched from the row's start",
+        "sum_parts(row, begin, end, parts, measure);",
+        "sum_parts(row, 0, end - begin, parts, measure);",
+    ),
+    mutation(
+        "sample.cu",
+        "no smaller parts",
+        "whole || end - begin > THREADS;",
+        "whole || end - begin > 4 * THREADS;",
+    ),
+    mutation(
+        "sample.cu",
+        "lowest id of equal values forgotten",
+        "b.high >> 32 << 32 | 0xffffffffu - VOCAB_SIZE",
+        "b.high >> 32 << 32 | 0xffffffffu - VOCAB_SIZE / 2",
+    ),
+    mutation(
+        "sample.cu",
+        "no way by the middle of the keys",
+        "usable ? key : b.low + (b.high - b.low + 1) / 2",
+        "usable ? key : b.low",
+    ),
+    mutation(
+        "sample.cu",
+        "a pivot's own mass not counted",
+        "measures[p] += keys[i] >= pivots[p] ?",
+        "measures[p] += keys[i] > pivots[p] ?",
+    ),
+    mutation(
+        "sample.cu",
+        "what lies above the bounds counted again",
+        "if (i >= n || keys[i] > b.high) keys[i] = 0;",
+        "if (i >= n) keys[i] = 0;",
+    ),
+    mutation(
+        "sample.cu",
+        "values behind a row's end counted",
+        "if (i >= n || keys[i] > b.high) keys[i] = 0;",
+        "if (keys[i] > b.high) keys[i] = 0;",
+    ),
+    mutation(
+        "sample.cu",
+        "sums of the last warp not added",
+        "for (int w = 1; w < WARPS; ++w) sums",
+        "for (int w = 1; w < WARPS - 1; ++w) sums",
+    ),
+    mutation("sample.cu", "upper bound stays on the pivot", "b.high = pivots[p] - 1", "b.high = pivots[p]"),
+    mutation(
+        "sample.cu", "what lies above the bounds forgotten", "measured = above + sums", "measured = sums"
+    ),
+    mutation(
+        "sample.cu",
+        "count above the bounds forgotten",
+        "count = num_before + static_cast",
+        "count = static_cast",
+    ),
+    mutation("sample.cu", "nucleus not rounded up", " + ((low & 0xffffffffu) != 0)"),
+    mutation("sample.cu", "nucleus of nothing", "return target ? target : 1;", "return target;"),
+    mutation(
+        "sample.cu", "an overfull list taken for a whole one", "    if (list.size > LIST_SIZE) return -1;\n"
+    ),
+    mutation(
+        "sample.cu",
+        "more than top_k listed tokens kept",
+        "counted ? min(list.size, static_cast<int>(s.top_k)) : list.size",
+        "list.size",
+    ),
+    mutation(
+        "sample.cu",
+        "nucleus of all that is listed",
+        "if (counted) first_reaching(list, kept",
+        "if (true) first_reaching(list, kept",
+    ),
+    mutation(
+        "sample.cu",
+        "a list with too little mass taken for enough",
+        "    if (last == kept) return -1;\n",
+        "    if (last == kept) --kept;\n",
+    ),
+    mutation(
+        "sample.cu",
+        "the token that reaches top_p not kept",
+        "kept = last + 1;",
+        "kept = last > 0 ? last : 1;",
+    ),
+    mutation("sample.cu", "listed tokens not in order of their ids", "list.id(j) < list.id(i) ?", "j < i ?"),
+    mutation("sample.cu", "ids of the list cut", "(1 << ID_BITS) - 1", "(1 << ID_BITS - 8) - 1"),
+    mutation("sample.cu", "infinite logits not seen", " || fabsf(greatest) > 3.402823466e38f"),
+    mutation(
+        "sample.cu", "NaN not reported", "best == NAN_KEY ? -1 : id_of(best)", "id_of(best) & 0x7fffffff"
+    ),
+    mutation(
+        "sample.cu",
+        "a part's greatest key forgotten",
+        "i < SEGMENTS; i += THREADS) best",
+        "i < SEGMENTS - THREADS; i += THREADS) best",
+    ),
+    mutation(
+        "sample.cu", "every vocabulary counted", "s.top_k > 0 && s.top_k < VOCAB_SIZE", "s.top_k < VOCAB_SIZE"
+    ),
+    mutation(
+        "sample.cu",
+        "nucleus looked for among too few",
+        "(MASS_BITS + 1) / s.scale",
+        "(MASS_BITS - 41) / s.scale",
+    ),
+    mutation(
+        "sample.cu", "nucleus forgotten behind a long top_k", "stage += by_mass ? 1 : 2) {", "stage += 2) {"
+    ),
+    mutation(
+        "sample.cu",
+        "masses in place of counts",
+        "measure.is_count = stage == 0;",
+        "measure.is_count = false;",
+    ),
+    mutation("sample.cu", "tokens picked by their number", "        measure.is_count = false;\n"),
+)
+
 MUTATIONS: tuple[Mutation, ...] = (
     *(*EMBEDDING, *COMMON, *RMSNORM, *LINEAR, *ROPE),
-    *(*DECODE, *PREFILL, *ATTENTION, *SILU, *ARGMAX, *PTX),
+    *(*DECODE, *PREFILL, *ATTENTION, *SILU, *PTX),
+    *(*LOGITS, *ARGMAX, *SAMPLING, *ADJUST, *LOG_PROBS, *SAMPLE),
 )
 
 TESTS: dict[str, tuple[str, ...]] = {
@@ -576,6 +1186,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rmsnorm": ("test_rmsnorm", "test_linear_add", "test_lm_head"),
     "silu_mul": ("test_silu_mul",),
     "argmax": ("test_argmax",),
+    "adjust_logits": ("test_adjust_logits",),
+    "log_probs": ("test_log_probs",),
+    "sample": ("test_sample",),
     "rope_kv_write": ("test_rope_kv_write",),
     "linear": ("test_linear", "test_linear_add", "test_emulated_backend"),
     "paged_attention_decode": ("test_paged_attention_decode", "test_paged_attention_prefill"),
@@ -717,7 +1330,7 @@ class Workshop:
     """Copies of the checkout in a scratch folder, one a job, and runs of pytest in them; `close` ends all."""
 
     FOLDERS = ("samir_vllm", "cuda_src", "tests/kernels")
-    FILES = ("pyproject.toml", "tests/conftest.py", "tests/harness.py")
+    FILES = ("pyproject.toml", "tests/conftest.py", "tests/fake_model.py", "tests/harness.py")
     READ_ONLY = ("tests/golden",)
 
     def __init__(self, scratch: Path, jobs: int, timeout: float) -> None:

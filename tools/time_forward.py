@@ -33,6 +33,7 @@ from samir_vllm.config import EngineConfig, ModelConfig
 from samir_vllm.errors import OptionError, SamirVllmError
 from samir_vllm.extras.bench_cpu import weight_bytes
 from samir_vllm.model_runner import ModelRunner
+from samir_vllm.sampling import TokenSampling
 from samir_vllm.sequence import ScheduledStep, Sequence
 from samir_vllm.weights import open_weights
 
@@ -72,13 +73,19 @@ def median_seconds(run: Callable[[], object], steps: int) -> float:
     return statistics.median(times[WARM_UP:])
 
 
-def admit(count: int, prompt_tokens: int, new_tokens: int, config: ModelConfig) -> ScheduledStep:
+def admit(
+    count: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    config: ModelConfig,
+    sampling: TokenSampling | None = None,
+) -> ScheduledStep:
     """A step that prefills ``count`` new sequences with random prompts, in pages of their own from page 0."""
     rng = np.random.default_rng(0)
     prefills, admitted, first = [], [], 0
     for slot in range(count):
         ids = rng.integers(0, config.vocab_size, prompt_tokens).tolist()
-        seq = Sequence(str(slot), ids, max_tokens=new_tokens)
+        seq = Sequence(str(slot), ids, max_tokens=new_tokens, sampling=sampling)
         seq.slot = slot
         pages = np.arange(seq.pages_per_layer * config.num_layers, dtype=np.int32) + first
         first += len(pages)
@@ -87,15 +94,17 @@ def admit(count: int, prompt_tokens: int, new_tokens: int, config: ModelConfig) 
     return ScheduledStep([], prefills, admitted)
 
 
-def time_decode(runner: ModelRunner, batch: int, steps: int) -> dict[str, Any]:
+def time_decode(
+    runner: ModelRunner, batch: int, steps: int, sampling: TokenSampling | None = None
+) -> dict[str, Any]:
     """Median decode step of ``batch`` sequences, and the bytes it reads."""
     config = runner.config
-    whole = admit(batch, PROMPT_TOKENS, WARM_UP + steps + 1, config)
+    whole = admit(batch, PROMPT_TOKENS, WARM_UP + steps + 1, config, sampling)
     sequences = [seq for seq, _ in whole.prefills]
     for prefill, admitted in zip(whole.prefills, whole.admitted, strict=True):
-        advance([prefill[0]], runner.run(ScheduledStep([], [prefill], [admitted])))
+        advance([prefill[0]], runner.run(ScheduledStep([], [prefill], [admitted])).token_ids)
     step = ScheduledStep(sequences, [], [])
-    seconds = median_seconds(lambda: advance(sequences, runner.run(step)), steps)
+    seconds = median_seconds(lambda: advance(sequences, runner.run(step).token_ids), steps)
     kv_tokens = batch * (PROMPT_TOKENS + WARM_UP + (steps + 1) // 2)  # in the middle of the timed steps
     kv_bytes = config.page_bytes(1, runner.backend.kv_itemsize) * config.num_layers * kv_tokens
     return {

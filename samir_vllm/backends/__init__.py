@@ -21,6 +21,7 @@ import numpy as np
 
 from samir_vllm.config import PAGE_SIZE, EngineConfig, ModelConfig
 from samir_vllm.errors import DeviceError
+from samir_vllm.sampling import TokenSampling
 from samir_vllm.timing import StartupTimes
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
 KV_SPLIT = 256
 """KV tokens that one partial softmax covers, at absolute positions: the split of the numerics contract."""
+
+LOGPROB_ROWS = 64
+"""Rows of a prompt that meet the LM head at once where their log-probabilities are wanted: the logits of a
+whole prompt would be tokens x vocabulary."""
 
 Array = Any
 """An array of the backend's own kind (NumPy or CuPy)."""
@@ -48,6 +53,10 @@ class BatchArrays(Protocol):
     def slots(self) -> np.ndarray: ...  # [S]
     @property
     def logit_rows(self) -> np.ndarray: ...  # [L]
+    @property
+    def logit_slots(self) -> np.ndarray: ...  # [L]
+    @property
+    def num_outputs(self) -> np.ndarray: ...  # [L]
     @property
     def num_decodes(self) -> int: ...
 
@@ -106,6 +115,15 @@ class Backend(ABC):
     @abstractmethod
     def set_block_table(self, slot: int, page_ids: np.ndarray) -> None:
         """Set row ``slot`` of the block tables to int32 [num_layers, n], -1 behind them."""
+
+    @abstractmethod
+    def set_sampling(
+        self, slot: int, sampling: TokenSampling | None, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        """How the sequence now in ``slot`` chooses its tokens; None: the greatest logit.
+
+        The prompt's ids count for ``repetition_penalty``.
+        """
 
     @abstractmethod
     def stage(self, batch: BatchArrays) -> Any:
@@ -168,8 +186,8 @@ class Backend(ABC):
         """SiLU(gate) * up of BF16 [T, 2 I] (gate first) -> BF16 [T, I] (Shazeer, 2020)."""
 
     @abstractmethod
-    def take_rows(self, x: Array, inputs: Any) -> Array:
-        """The rows of ``x`` [T, n] whose logits are wanted -> [L, n]."""
+    def take_rows(self, x: Array, rows: Array) -> Array:
+        """Rows int32 [L] of ``x`` [T, n] -> [L, n]."""
 
     @abstractmethod
     def lm_head(self, x: Array, weight: Array) -> Array:
@@ -178,6 +196,41 @@ class Backend(ABC):
     @abstractmethod
     def argmax(self, logits: Array) -> Array:
         """Greedy ids int32 [L] of FP32 [L, vocab_size]; lowest id on a tie, -1 for a row with NaN."""
+
+    @abstractmethod
+    def adjust_logits(self, logits: Array, inputs: Any) -> None:
+        """Biases, penalties and ``min_tokens`` of each row's sequence, in place; raw values are remembered.
+
+        In FP32, for every token that is concerned: + bias; where it is in the prompt or the output:
+        / repetition penalty if above 0, else times it; - count in the output * frequency penalty; - presence
+        penalty where that count isn't 0; then -inf for what would end an answer of fewer than ``min_tokens``
+        tokens. A sequence's last token is counted here, once, however often its step is run.
+        """
+
+    @abstractmethod
+    def restore_logits(self, logits: Array, inputs: Any) -> None:
+        """Undo the last ``adjust_logits`` of these rows."""
+
+    @abstractmethod
+    def sample(self, logits: Array, inputs: Any) -> Array:
+        """A token for each row of (adjusted) FP32 logits [L, vocab_size] -> int32 [L], -1 for a row with NaN.
+
+        Each row by its sequence's temperature, ``top_k``, ``min_p``, ``top_p`` and seed; see
+        ``reference_sampler``, which every backend equals on equal logits.
+        """
+
+    @abstractmethod
+    def log_probs(self, logits: Array, token_ids: Array, count: int) -> tuple[Array, Array, Array]:
+        """Log-softmax, in FP32, of a token of each row and of the ``count`` likeliest.
+
+        Args:
+            logits: FP32 [L, vocab_size].
+            token_ids: int32 [L]; a negative one gives NaN.
+            count: 0 to ``MAX_LOGPROBS``; beyond the vocabulary it is the vocabulary.
+
+        Returns:
+            FP32 [L]; int32 [L, count], best first, lower ids first on a tie; FP32 [L, count]. Never above 0.
+        """
 
     @abstractmethod
     def concat_rows(self, parts: Sequence[Array]) -> Array:
@@ -215,9 +268,16 @@ class Backend(ABC):
         """RMSNorm, gate and up in one GEMM, SiLU(gate) * up -> BF16 [T, I]."""
         return self.silu_mul(self.linear(self.rmsnorm(x, norm), gate_up_proj))
 
-    def logits(self, x: Array, norm: Array, head: Array, inputs: Any) -> Array:
-        """Final norm and LM head of the wanted rows only -> FP32 [L, vocab_size]."""
-        return self.lm_head(self.rmsnorm(self.take_rows(x, inputs), norm), head)
+    def logits(self, x: Array, norm: Array, head: Array, rows: Array) -> Array:
+        """Final norm and LM head of the rows int32 [L] of x only -> FP32 [L, vocab_size]."""
+        return self.lm_head(self.rmsnorm(self.take_rows(x, rows), norm), head)
+
+    def choose_tokens(self, logits: Array, inputs: Any) -> Array:
+        """The next token of each row -> int32 [L], -1 for a row with NaN. May leave the logits adjusted."""
+        if inputs.is_argmax:
+            return self.argmax(logits)
+        self.adjust_logits(logits, inputs)
+        return self.sample(logits, inputs)
 
 
 def rope_cos_sin(inv_freq: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

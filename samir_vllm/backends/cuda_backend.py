@@ -22,6 +22,7 @@ import numpy as np
 
 from samir_vllm.backends import (
     KV_SPLIT,
+    LOGPROB_ROWS,
     Backend,
     BatchArrays,
     cublas,
@@ -34,8 +35,10 @@ from samir_vllm.backends.cuda_cache import Cache
 from samir_vllm.backends.cuda_context import in_background
 from samir_vllm.backends.cuda_probe import Gpu, one_line
 from samir_vllm.backends.cuda_upload import WeightUploader
+from samir_vllm.backends.reference_sampler import MAX_VOCAB, SETTINGS, Adjustments, settings_of
 from samir_vllm.config import PAGE_SIZE, ModelConfig
 from samir_vllm.errors import DeviceError, InvariantError
+from samir_vllm.sampling import MAX_LOGPROBS, TokenSampling
 from samir_vllm.timing import StartupTimes
 
 BF16 = np.dtype(np.uint16)  # the bits
@@ -43,7 +46,10 @@ SEGMENT_K = 2048
 """Longest stretch of K that one accumulator sums: the segments of the numerics contract."""
 MAX_GEMM_ROWS = 2048  # cuBLAS keeps the reduction order up to here (measured); more rows go in slices
 SEGMENTS_BYTES = 64 << 20  # FP32 segments of a GEMM; what needs more goes in slices of rows
-ARGMAX_PARTS = 8  # blocks that share a row of logits
+ROW_PARTS = 8  # blocks that share a row of logits
+SEGMENTS = 2048  # of a row, whose greatest logits the sampler starts from; sample.cu has it too
+SAMPLE_THREADS = 320  # of a block, which has a row of logits; sample.cu has it too
+LOG_PROBS_THREADS = 512  # the same, in log_probs.cu
 QUERY_ROWS = 64  # of a block of paged_attention_prefill
 ELEMENTWISE_THREADS = 256
 CHECKED_ROWS = (1, 2, 4, 8, 16, 17, 32, 64, 100, 128, 200, 256, 512, 1024, 2048)
@@ -59,6 +65,7 @@ class CudaInputs:
 
     num_decodes: int
     max_splits: int  # of a decoding sequence
+    is_argmax: bool  # nobody wants but the greatest of the raw logits
     token_ids: Any  # [T]
     positions: Any  # [T]
     kv_index: Any  # [T]  place in the sequence's KV
@@ -69,6 +76,8 @@ class CudaInputs:
     first_split: Any  # [num_decodes]  where a sequence's splits begin in the decode kernel's scratch
     query_tiles: Any  # [2 * tiles]  sequence, and first token in its chunk
     logit_rows: Any  # [L]
+    logit_slots: Any  # [L]
+    num_outputs: Any  # [L]
 
 
 class PendingSum:
@@ -132,7 +141,8 @@ class CudaBackend(Backend):
             device: index of the GPU, or what `cuda_probe.require_gpu` found of it.
             max_tokens: most tokens of one step.
             max_num_seqs: most sequences of one step.
-            max_logit_rows: most rows whose logits are wanted in one step; None: ``max_num_seqs``.
+            max_logit_rows: most rows whose logits are wanted in one step; None: ``max_num_seqs``, and what
+                log-probabilities of a prompt take.
             max_positions: RoPE positions below this may occur; None: all the model's.
             batch_invariant: where cuBLAS is found not to keep the one reduction order, use our own GEMM,
                 which is slower.
@@ -150,7 +160,7 @@ class CudaBackend(Backend):
         self._cache = cache or Cache()
         self._uploader: WeightUploader | None = None  # while weights go up in the background
         self._max_tokens, self._max_num_seqs = max_tokens, max_num_seqs
-        self._max_logit_rows = max_num_seqs if max_logit_rows is None else max_logit_rows
+        self._max_logit_rows = max(max_num_seqs, LOGPROB_ROWS) if max_logit_rows is None else max_logit_rows
         self._max_positions = config.max_position_embeddings if max_positions is None else max_positions
         self._batch_invariant = batch_invariant
         self._ordered_gemm = False  # our own GEMM in place of cuBLAS
@@ -223,6 +233,10 @@ class CudaBackend(Backend):
         self._rows = buffer(rows, cfg.hidden_size)
         self._logits = buffer(rows, _padded(cfg.vocab_size), dtype=np.float32)
         self._ids = buffer(rows, dtype=np.int32)
+        self._maxima = buffer(rows, SEGMENTS, dtype=np.uint64)
+        self._log_probs = buffer(rows, dtype=np.float32)
+        self._top_ids = buffer(rows * MAX_LOGPROBS, dtype=np.int32)
+        self._top = buffer(rows * MAX_LOGPROBS, dtype=np.float32)
         self._segments = buffer(SEGMENTS_BYTES // 4, dtype=np.float32)
         # Scratch that must stay as it is between calls, so `poison` leaves it alone.
         self._argmax_best = self._zeros(rows, np.uint64)
@@ -236,7 +250,7 @@ class CudaBackend(Backend):
         self._cos, self._sin = self.from_numpy(cos), self.from_numpy(sin)
         self._query_tokens = QUERY_ROWS // (cfg.num_heads // cfg.num_kv_heads)
         most_tiles = tokens // self._query_tokens + self._max_num_seqs + 1
-        step_size = 4 * tokens + 4 * self._max_num_seqs + 1 + rows + 2 * most_tiles
+        step_size = 4 * tokens + 4 * self._max_num_seqs + 1 + 3 * rows + 2 * most_tiles
         self._step_host = _PinnedInts(step_size)
         self._step_arrays = self._allocate((step_size,), np.int32, "a buffer", "lower --max-batched-tokens")
         self._pending: PendingSum | None = None
@@ -358,6 +372,7 @@ class CudaBackend(Backend):
         tables = (max_num_seqs, cfg.num_layers, max_pages_per_seq)
         self.block_tables = self._allocate(tables, np.int32, "the block tables", remedy)
         self.block_tables.data.memset_async(0xFF, self.block_tables.nbytes, self.stream)
+        self._sampling = SlotSampling(self, max_num_seqs)
         self._table_row = _PinnedInts(cfg.num_layers * max_pages_per_seq)
         # Splits of all sequences together: each has one that is not full, and full ones hold pages.
         splits = max_num_seqs * -(-max_pages_per_seq * PAGE_SIZE // KV_SPLIT)
@@ -375,6 +390,11 @@ class CudaBackend(Backend):
         row.fill(-1)
         row[:, : page_ids.shape[1]] = page_ids
         self._table_row.send(self.block_tables[slot], row.size, self.stream)
+
+    def set_sampling(
+        self, slot: int, sampling: TokenSampling | None, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._sampling.set(slot, sampling, prompt_token_ids)
 
     def stage(self, batch: BatchArrays) -> CudaInputs:
         lens_q = np.diff(batch.cu_seqlens_q)
@@ -397,6 +417,8 @@ class CudaBackend(Backend):
             np.cumsum(splits, dtype=np.int32) - splits,
             self._query_tiles(lens_q, decodes),
             batch.logit_rows,
+            batch.logit_slots,
+            batch.num_outputs,
         )
         self._pending = None
         host = self._step_host.begin()
@@ -406,7 +428,8 @@ class CudaBackend(Backend):
             host[end - part.size : end] = part.ravel()
             views.append(self._step_arrays[end - part.size : end])
         self._step_host.send(self._step_arrays, ends[-1], self.stream)
-        return CudaInputs(decodes, int(splits.max(initial=0)), *views)
+        is_argmax = bool(self._sampling.is_argmax[batch.logit_slots].all())
+        return CudaInputs(decodes, int(splits.max(initial=0)), is_argmax, *views)
 
     def _query_tiles(self, lens_q: np.ndarray, decodes: int) -> np.ndarray:
         """int32 [tiles, 2]: sequence and first token of each tile of the prefill kernel."""
@@ -443,8 +466,8 @@ class CudaBackend(Backend):
     def embedding(self, table: Any, inputs: CudaInputs) -> Any:
         return self._gather(table, inputs.token_ids, self._x)
 
-    def take_rows(self, x: Any, inputs: CudaInputs) -> Any:
-        return self._gather(self.settle(x), inputs.logit_rows, self._rows)
+    def take_rows(self, x: Any, rows: Any) -> Any:
+        return self._gather(self.settle(x), rows, self._rows)
 
     def _gather(self, table: Any, ids: Any, out: Any) -> Any:
         _check("a table", table, BF16, (None, self.config.hidden_size))
@@ -642,18 +665,67 @@ class CudaBackend(Backend):
         self._gemm(x, padded_rows(weight), out)
         return out[:, : self.config.vocab_size]
 
-    def logits(self, x: Any, norm: Any, head: Any, inputs: CudaInputs) -> Any:
-        return self.lm_head(self._norm(x, norm, inputs.logit_rows, len(inputs.logit_rows)), head)
+    def logits(self, x: Any, norm: Any, head: Any, rows: Any) -> Any:
+        return self.lm_head(self._norm(x, norm, rows, len(rows)), head)
 
     def argmax(self, logits: Any) -> Any:
+        rows = self._check_logits(logits)
+        ids = _rows_of(self._ids, rows)
+        args = (*_with_stride(logits), self._argmax_best, self._argmax_arrived, ids)
+        self._launch("argmax", (rows, ROW_PARTS), ELEMENTWISE_THREADS, args)
+        return ids
+
+    def _check_logits(self, logits: Any, inputs: CudaInputs | None = None) -> int:
+        """The number of rows."""
         rows, vocab_size = logits.shape
         if logits.dtype != np.float32 or vocab_size != self.config.vocab_size or logits.strides[1] != 4:
             raise InvariantError(f"logits are {logits.dtype} {logits.shape}, strides {logits.strides}")
-        ids = _rows_of(self._ids, rows)
-        stride = np.int32(logits.strides[0] // 4)
-        args = (logits, stride, self._argmax_best, self._argmax_arrived, ids)
-        self._launch("argmax", (rows, ARGMAX_PARTS), ELEMENTWISE_THREADS, args)
+        if inputs is not None and rows != len(inputs.logit_rows):
+            raise InvariantError(f"{rows} rows of logits, but the step has {len(inputs.logit_rows)}")
+        return int(rows)
+
+    def adjust_logits(self, logits: Any, inputs: CudaInputs) -> None:
+        rows, sampling = self._check_logits(logits, inputs), self._sampling
+        if sampling.tables is None:
+            return
+        args = (
+            *(*_with_stride(logits), inputs.logit_slots, inputs.num_outputs, inputs.logit_rows),
+            *(inputs.token_ids, sampling.settings, sampling.tables, np.int32(sampling.tables.shape[1])),
+        )
+        self._launch("adjust_logits", (rows,), ELEMENTWISE_THREADS, args)
+
+    def restore_logits(self, logits: Any, inputs: CudaInputs) -> None:
+        rows, sampling = self._check_logits(logits, inputs), self._sampling
+        if sampling.tables is None:
+            return
+        args = (
+            *(*_with_stride(logits), inputs.logit_slots, sampling.settings),
+            *(sampling.tables, np.int32(sampling.tables.shape[1])),
+        )
+        self._launch("restore_logits", (rows,), ELEMENTWISE_THREADS, args)
+
+    def sample(self, logits: Any, inputs: CudaInputs) -> Any:
+        rows = self._check_logits(logits, inputs)
+        ids, maxima = _rows_of(self._ids, rows), _rows_of(self._maxima, rows)
+        threads = SEGMENTS // ROW_PARTS
+        self._launch("segment_maxima", (rows, ROW_PARTS), threads, (*_with_stride(logits), maxima))
+        args = (
+            *(*_with_stride(logits), maxima, inputs.logit_slots, inputs.logit_rows),
+            *(inputs.positions, self._sampling.settings, ids),
+        )
+        self._launch("sample", (rows,), SAMPLE_THREADS, args)
         return ids
+
+    def log_probs(self, logits: Any, token_ids: Any, count: int) -> tuple[Any, Any, Any]:
+        rows, count = self._check_logits(logits), min(count, self.config.vocab_size)
+        _check("token ids", token_ids, np.int32, (rows,))
+        if count > MAX_LOGPROBS:
+            raise InvariantError(f"{count} log-probabilities of a row, but buffers for {MAX_LOGPROBS}")
+        chosen = _rows_of(self._log_probs, rows)
+        top_ids, top = (_rows_of(b, rows * count).reshape(rows, count) for b in (self._top_ids, self._top))
+        args = (*_with_stride(logits), token_ids, np.int32(count), chosen, top_ids, top)
+        self._launch("log_probs", (rows,), LOG_PROBS_THREADS, args)
+        return chosen, top_ids, top
 
     def concat_rows(self, parts: Sequence[Any]) -> Any:
         # By copies: CuPy's own concatenation would have to be compiled first.
@@ -744,6 +816,75 @@ class CudaBackend(Backend):
         return int(count.get(stream=self.stream)[0])
 
 
+class SlotSampling:
+    """How the sequence in each slot chooses its tokens: its settings, and its table of adjustments.
+
+    Tables are made when they are first needed and grow with the number and the length of the requests that
+    need one at a time; a step allocates none.
+    """
+
+    def __init__(self, backend: CudaBackend, num_slots: int) -> None:
+        self._backend = backend
+        self.is_argmax = np.ones(num_slots, bool)  # of each slot: nothing but the greatest raw logit
+        words = SETTINGS.itemsize // 4
+        self.settings = backend._zeros(num_slots * words, np.int32).reshape(num_slots, words)
+        self._row = _PinnedInts(words)
+        self.tables: Any = None  # int32 [tables, 1 + entries, 4], see sampling.cuh
+        self._table_of: dict[int, int] = {}  # by slot
+        self._free: list[int] = []
+
+    def set(self, slot: int, sampling: TokenSampling | None, prompt_token_ids: Sequence[int]) -> None:
+        """See `Backend.set_sampling`."""
+        if (table := self._table_of.pop(slot, None)) is not None:
+            self._free.append(table)
+        is_argmax = sampling is None or sampling.is_argmax
+        if is_argmax and self.is_argmax[slot]:
+            return
+        settings = settings_of(None if is_argmax else sampling)
+        if sampling is not None and sampling.params.adjusts_logits:
+            settings["table"] = 1 + self._new_table(slot, sampling, prompt_token_ids)
+        self.is_argmax[slot] = is_argmax
+        row = self._row.begin()
+        row[:] = np.frombuffer(settings.tobytes(), np.int32)
+        self._row.send(self.settings[slot], row.size, self._backend.stream)
+
+    def _new_table(self, slot: int, sampling: TokenSampling, prompt_token_ids: Sequence[int]) -> int:
+        entries = Adjustments(sampling, prompt_token_ids)
+        size = most = len(entries.ids)
+        if entries.counts_outputs:
+            most_outputs = min(sampling.params.max_tokens, self._backend._max_positions)
+            most = min(self._backend.config.vocab_size, size + most_outputs)
+        if not self._free or self.tables.shape[1] <= most:
+            self._grow(most)
+        table = self._table_of[slot] = self._free.pop()
+        host = np.zeros((1 + size, 4), np.int32)
+        host[0, 0] = size
+        host[1:, 0], host[1:, 1], host[1:, 2] = entries.ids, entries.states, entries.biases.view(np.int32)
+        self.tables[table][: 1 + size].set(host, stream=self._backend.stream)
+        return table
+
+    def _grow(self, entries: int) -> None:
+        """Room for one table more, and for so many entries in each."""
+        old, backend = self.tables, self._backend
+        count, width = (0, 0) if old is None else old.shape[:2]
+        new_count = count if self._free else max(1, 2 * count)
+        shape = (new_count, max(width, 1 + entries), 4)
+        new = backend._allocate(shape, np.int32, "a table of penalties", "lower --max-num-seqs")
+        if count:
+            runtime, row = cupy.cuda.runtime, width * 16  # bytes
+            runtime.memcpy2DAsync(
+                *(new.data.ptr, new.strides[0], old.data.ptr, row, row, count),
+                *(runtime.memcpyDeviceToDevice, backend.stream.ptr),
+            )
+        self._free += range(count, new_count)
+        self.tables = new
+
+
+def _with_stride(logits: Any) -> tuple[Any, np.int32]:
+    """The logits and how many values lie between their rows, as kernels take them."""
+    return logits, np.int32(logits.strides[0] // 4)
+
+
 def gemm_segments(depth: int) -> int:
     """Into how many equal segments, multiples of 16, the numerics contract cuts K, a multiple of 16.
 
@@ -790,6 +931,11 @@ def _padded(rows: int) -> int:
 def _check_config(config: ModelConfig) -> None:
     """Raises DeviceError for a model the kernels aren't made for."""
     ratio = config.num_heads // config.num_kv_heads
+    if config.vocab_size > MAX_VOCAB:
+        raise DeviceError(
+            f"the GPU's kernels aren't made for a vocabulary of {config.vocab_size}, more than {MAX_VOCAB}; "
+            "run with --device cpu"
+        )
     found = [
         f"{what} {size} is not a multiple of 16"
         for what, size in (

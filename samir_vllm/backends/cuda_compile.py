@@ -32,6 +32,9 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "paged_attention_prefill": ("paged_attention_prefill",),
     "silu_mul": ("silu_mul",),
     "argmax": ("argmax",),
+    "adjust_logits": ("adjust_logits", "restore_logits"),
+    "sample": ("segment_maxima", "sample"),
+    "log_probs": ("log_probs",),
 }
 """The kernels of each file ``cuda_src/<stem>.cu``."""
 

@@ -15,9 +15,12 @@ import numpy as np
 
 from samir_vllm.backends import KV_SPLIT, Backend, BatchArrays, rope_cos_sin
 from samir_vllm.backends.host_memory import host_memory
+from samir_vllm.backends.reference_sampler import Adjustments, sample_row, settings_of
 from samir_vllm.config import NAN_TOKEN, PAGE_SIZE, ModelConfig
+from samir_vllm.sampling import TokenSampling
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+_PLAIN = settings_of(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,12 @@ class NumpyInputs:
     seq_lens: list[int]
     slots: list[int]
     logit_rows: np.ndarray  # int32 [L]
+    logit_slots: list[int]
+    num_outputs: list[int]
+    last_tokens: list[int]  # of the sequences whose logits are wanted
+    next_positions: list[int]  # of the tokens to choose
     num_decodes: int
+    is_argmax: bool  # nobody wants but the greatest of the raw logits
 
 
 class NumpyBackend(Backend):
@@ -60,6 +68,8 @@ class NumpyBackend(Backend):
         self._inv_freq = config.inv_freq()
         self._eps = np.float32(config.rms_norm_eps)
         self._scale = np.float32(config.head_dim**-0.5)
+        self._settings: dict[int, np.ndarray] = {}  # by slot; plain argmax where there is none
+        self._adjustments: dict[int, Adjustments] = {}
 
     def _round(self, x: np.ndarray) -> np.ndarray:
         return x.astype(BF16).astype(np.float32) if self._round_bf16 else x
@@ -102,6 +112,17 @@ class NumpyBackend(Backend):
         self.block_tables[slot] = -1
         self.block_tables[slot, :, : page_ids.shape[1]] = page_ids
 
+    def set_sampling(
+        self, slot: int, sampling: TokenSampling | None, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._settings.pop(slot, None)
+        self._adjustments.pop(slot, None)
+        if sampling is None or sampling.is_argmax:
+            return
+        self._settings[slot] = settings_of(sampling)
+        if sampling.params.adjusts_logits:
+            self._adjustments[slot] = Adjustments(sampling, prompt_token_ids)
+
     def stage(self, batch: BatchArrays) -> NumpyInputs:
         lens_q = np.diff(batch.cu_seqlens_q)
         # Where a token lies in its sequence's KV; `positions` only turn the rotation (they may jump).
@@ -120,7 +141,12 @@ class NumpyBackend(Backend):
             seq_lens=batch.seq_lens.tolist(),
             slots=batch.slots.tolist(),
             logit_rows=batch.logit_rows,
+            logit_slots=batch.logit_slots.tolist(),
+            num_outputs=batch.num_outputs.tolist(),
+            last_tokens=batch.token_ids[batch.logit_rows].tolist(),
+            next_positions=(batch.positions[batch.logit_rows] + 1).tolist(),
             num_decodes=batch.num_decodes,
+            is_argmax=self._settings.keys().isdisjoint(batch.logit_slots.tolist()),
         )
 
     # Small operations
@@ -257,8 +283,8 @@ class NumpyBackend(Backend):
         y *= up
         return self._round(y)
 
-    def take_rows(self, x: np.ndarray, inputs: NumpyInputs) -> np.ndarray:
-        return x[inputs.logit_rows]
+    def take_rows(self, x: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        return x[rows]
 
     def lm_head(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         return self._matmul(x, weight)
@@ -268,6 +294,42 @@ class NumpyBackend(Backend):
         # np.argmax returns the first NaN's index, so one look at the winner finds every bad row.
         ids[np.isnan(logits[np.arange(len(ids)), ids])] = NAN_TOKEN
         return ids
+
+    def adjust_logits(self, logits: np.ndarray, inputs: NumpyInputs) -> None:
+        for row, slot, token, outputs in zip(
+            logits, inputs.logit_slots, inputs.last_tokens, inputs.num_outputs, strict=True
+        ):
+            if (adjustments := self._adjustments.get(slot)) is not None:
+                adjustments.count(token, outputs)
+                adjustments.apply(row, self._settings[slot], outputs)
+
+    def restore_logits(self, logits: np.ndarray, inputs: NumpyInputs) -> None:
+        for row, slot in zip(logits, inputs.logit_slots, strict=True):
+            if (adjustments := self._adjustments.get(slot)) is not None:
+                adjustments.restore(row)
+
+    def sample(self, logits: np.ndarray, inputs: NumpyInputs) -> np.ndarray:
+        rows = zip(logits, inputs.logit_slots, inputs.next_positions, strict=True)
+        return np.array([sample_row(x, self._settings.get(s, _PLAIN), p) for x, s, p in rows], np.int32)
+
+    def log_probs(
+        self, logits: np.ndarray, token_ids: np.ndarray, count: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        with np.errstate(invalid="ignore"):  # where the greatest is infinite, or NaN
+            greatest = logits.max(axis=1, keepdims=True)
+            x = np.where(logits == greatest, np.float32(0), logits - greatest)
+            x -= np.log(np.exp(x).sum(axis=1, keepdims=True))
+        # The likeliest, lower ids first on a tie: only what may be among them is sorted.
+        count = min(count, logits.shape[1])
+        top_ids = np.empty((len(logits), count), np.int32)
+        for row, ids in zip(logits, top_ids, strict=True):
+            if count:
+                least = -np.partition(-row, count - 1)[count - 1]
+                among = np.flatnonzero(~(row < least))
+                ids[:] = among[np.argsort(-row[among], kind="stable")][:count]
+        chosen = np.take_along_axis(x, token_ids[:, None], 1)[:, 0]
+        chosen[token_ids < 0] = np.nan
+        return chosen, top_ids, np.take_along_axis(x, top_ids, 1)
 
     def concat_rows(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(parts)

@@ -21,7 +21,7 @@ from samir_vllm.batch import build_batch
 from samir_vllm.config import EngineConfig, ModelConfig
 from samir_vllm.engine import Engine
 from samir_vllm.sampling import SamplingParams
-from samir_vllm.sequence import ScheduledStep
+from samir_vllm.sequence import ScheduledStep, StepResult
 
 RUNNING = (1, 16, 256)
 WAITING = (100, 10_000, 100_000)
@@ -36,11 +36,11 @@ TARGET_US = 3.0
 class FakeRunner:
     """Builds the batch, as a real runner must, and gives everybody the same token."""
 
-    def run(self, step: ScheduledStep) -> list[int]:
+    def run(self, step: ScheduledStep) -> StepResult:
         if step.is_empty:
-            return []
+            return StepResult([])
         batch = build_batch(step)
-        return [65] * len(batch.logit_rows)
+        return StepResult([65] * len(batch.logit_rows))
 
 
 class FakeTokenizer:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -19,14 +20,31 @@ from typing import Any, TypeGuard
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from samir_vllm.engine import Engine, Prompt, RequestOutput, refused
-from samir_vllm.errors import ChatError, RequestError, SamirVllmError
+from samir_vllm.commandline import (
+    EXIT_INTERRUPTED,
+    EXIT_USER_ERROR,
+    Interrupts,
+    add_engine_options,
+    add_sampling_options,
+    engine_options,
+    error_console,
+    json_sampling_options,
+    load_engine,
+    logprobs_table,
+    print_notice,
+    sampling_notices,
+    sampling_options,
+    token_text,
+    user_error,
+)
+from samir_vllm.engine import Completion, Engine, Prompt, RequestOutput, StepOutput, refused
+from samir_vllm.errors import ChatError, OptionError, RequestError, SamirVllmError
 from samir_vllm.sampling import SamplingParams
+from samir_vllm.sequence import TokenLogprobs
 from samir_vllm.timing import StartupTimes, process_seconds
+from samir_vllm.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = SamplingParams().max_tokens
-EXIT_SOME_FAILED = 2
-EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +52,24 @@ class Job:
     """One prompt as the user gave it."""
 
     prompt: Prompt
-    max_tokens: int
+    params: SamplingParams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command, those of the engine apart."""
+    """The options of the command."""
     parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="text; - reads standard input")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most (default: 128)")
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help="a prompt a line (.txt), or .jsonl with prompt or messages; - for stdin",
+        help="a prompt a line (.txt), or .jsonl with prompt or messages and sampling options; - for stdin",
     )
     parser.add_argument("--date", metavar="TEXT", help='today for the chat format, such as "26 Jul 2024"')
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument(
         "--raw", action="store_true", help="the prompt as it is, without the model's chat format"
     )
-    parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-sequence token")
-    parser.add_argument("--json", action="store_true", help="a JSON line for each prompt, with its figures")
+    parser.add_argument("--json", action="store_true", help="a JSON line for each answer, with its figures")
     parser.add_argument("--ids", action="store_true", help="token ids instead of text")
     parser.add_argument("--no-stream", action="store_true", help="print the answer when it is complete")
     parser.add_argument("--trace", metavar="FILE", help="write the run's timeline as Chrome trace events")
@@ -64,65 +81,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the time from the process start to the first token went, on standard error (with --json: "
         "as a JSON line)",
     )
+    add_sampling_options(parser)
+    add_engine_options(parser)
 
 
-def run(
-    args: argparse.Namespace,
-    options: dict[str, object],
-    on_load: Callable[[Engine], None] = lambda engine: None,
-) -> int:
+def run(args: argparse.Namespace, on_load: Callable[[Engine], None] = lambda engine: None) -> int:
     """Run the command; returns the exit status: 2 if any prompt was refused or failed, 130 after Ctrl-C.
 
     ``on_load`` sees the engine before its first step.
     """
+    engine_options(args)  # a mistake in them shows before standard input is read
     jobs = collect_jobs(args)
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    console = error_console()
+    for notice in sampling_notices(job.params for job in jobs):
+        print_notice(console, notice)
     start = StartReport()
-    engine = load_engine(args.model, options, console, quiet=args.quiet)
+    engine = load_engine(args, console, quiet=args.quiet)
     start.loaded(engine)
     on_load(engine)
-    stream = len(jobs) == 1 and not (args.json or args.ids or args.no_stream)
     started = time.perf_counter()
-    answers = Answers(args, engine, single=len(jobs) == 1, streamed=stream)
+    answers = Answers(args, engine, jobs)
     interrupted = False
     try:
-        _drive(engine, jobs, answers, console, args, start)
+        with Interrupts() as interrupts:
+            _drive(engine, jobs, answers, console, args, start, interrupts)
+            interrupted = interrupts.requested
     except KeyboardInterrupt:
         interrupted = True
+    if interrupted:
         answers.interrupt()
     answers.close()
     if not args.quiet and any(r.prompt_token_ids for r in answers.results()):  # not if all were refused
-        console.print(figures(engine, answers.results(), time.perf_counter() - started), style="dim")
+        console.print(figures(engine, answers, time.perf_counter() - started), style="dim")
     if args.timing:
         console.print(json.dumps(start.as_dict()) if args.json else start.as_text())
     if interrupted:
         return EXIT_INTERRUPTED
-    return EXIT_SOME_FAILED if any(r.error for r in answers.results()) else 0
+    return EXIT_USER_ERROR if any(c.error for r in answers.results() for c in r.completions) else 0
 
 
 # Prompts
 
 
 def collect_jobs(args: argparse.Namespace) -> list[Job]:
-    """The prompts of arguments, ``--prompts`` and standard input, with their token counts."""
+    """The prompts of arguments, ``--prompts`` and standard input, each with its sampling parameters."""
     texts, count = split_count(args.prompt, alone=args.prompts is not None or not _stdin_is_terminal())
     if count is None:
         count = DEFAULT_MAX_TOKENS if args.max_tokens is None else args.max_tokens
     elif args.max_tokens is not None:
-        raise SamirVllmError(f"the token count is given twice: {count} and --max-tokens {args.max_tokens}")
+        raise OptionError(f"the token count is given twice: {count} and --max-tokens {args.max_tokens}")
     if count < 1:
-        raise SamirVllmError(f"the token count must be at least 1, not {count}")
-    jobs = [Job(_dialog(sys.stdin.read() if t == "-" else t, args), count) for t in texts]
+        raise OptionError(f"the token count must be at least 1, not {count}")
+    options = sampling_options(args) | {"max_tokens": count}
+    params = SamplingParams(**options)
+    jobs = [Job(_dialog(sys.stdin.read() if t == "-" else t, args), params) for t in texts]
     if args.prompts is not None:
-        jobs += read_prompts(args.prompts, count, args)
+        jobs += read_prompts(args.prompts, options, args)
     elif not texts:
         if _stdin_is_terminal():
-            raise SamirVllmError(
-                "no prompt: give one as an argument, with --prompts FILE, or on standard input"
-            )
-        jobs.append(Job(_dialog(sys.stdin.read(), args), count))
+            raise OptionError("no prompt: give one as an argument, with --prompts FILE, or on standard input")
+        jobs.append(Job(_dialog(sys.stdin.read(), args), params))
     if not jobs:
-        raise SamirVllmError(f"{args.prompts}: no prompts in it")
+        raise OptionError(f"{args.prompts}: no prompts in it")
     return jobs
 
 
@@ -136,48 +156,48 @@ def split_count(words: list[str], *, alone: bool) -> tuple[list[str], int | None
     return words, None
 
 
-def read_prompts(name: str, count: int, args: argparse.Namespace) -> Iterator[Job]:
-    """Jobs of a file.
+def read_prompts(name: str, options: dict[str, Any], args: argparse.Namespace) -> Iterator[Job]:
+    """Jobs of a file; ``options`` are the fields of ``SamplingParams`` where a line says nothing else.
 
-    A ``.jsonl`` file has objects with ``prompt`` or ``messages``, and perhaps ``max_tokens``; any other
-    file has a prompt a line.
+    A ``.jsonl`` file has objects with ``prompt`` or ``messages``, and perhaps fields of ``SamplingParams``;
+    any other file has a prompt a line.
     """
     try:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8 text"
         raise SamirVllmError(f"can't read prompts from {name}: {reason}") from None
+    params = SamplingParams(**options)
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
-        if name.endswith(".jsonl"):
-            yield _json_job(line, f"{name}:{number}", count, args)
-        else:
-            yield Job(_dialog(line, args), count)
+        if not name.endswith(".jsonl"):
+            yield Job(_dialog(line, args), params)
+            continue
+        try:
+            yield _json_job(line, options, args)
+        except SamirVllmError as exc:
+            raise OptionError(f"{name}:{number}: {exc}") from None
 
 
-def _json_job(line: str, where: str, count: int, args: argparse.Namespace) -> Job:
+def _json_job(line: str, options: dict[str, Any], args: argparse.Namespace) -> Job:
     try:
         item = json.loads(line)
     except (ValueError, RecursionError):
-        raise SamirVllmError(f"{where}: not JSON") from None
+        raise OptionError("not JSON") from None
     if isinstance(item, str):
         item = {"prompt": item}
     if not isinstance(item, dict) or ("prompt" in item) == ("messages" in item):
-        raise SamirVllmError(f'{where}: needs an object with either "prompt" or "messages"')
-    unknown = sorted(item.keys() - {"prompt", "messages", "max_tokens"})
-    if unknown:
-        raise SamirVllmError(f"{where}: unknown key {unknown[0]!r}; known are prompt, messages, max_tokens")
-    max_tokens = item.get("max_tokens", count)
-    if type(max_tokens) is not int or max_tokens < 1:
-        raise SamirVllmError(f"{where}: max_tokens must be a whole number of at least 1, not {max_tokens!r}")
+        raise OptionError('needs an object with either "prompt" or "messages"')
+    own = {key: value for key, value in item.items() if key not in ("prompt", "messages")}
+    params = SamplingParams(**(options | json_sampling_options(own)))
     if "messages" in item:
         if not isinstance(item["messages"], list):
-            raise SamirVllmError(f"{where}: messages must be a list")
-        return Job(item["messages"], max_tokens)
+            raise OptionError("messages must be a list")
+        return Job(item["messages"], params)
     if not isinstance(item["prompt"], str):
-        raise SamirVllmError(f"{where}: prompt must be text")
-    return Job(_dialog(item["prompt"], args), max_tokens)
+        raise OptionError("prompt must be text")
+    return Job(_dialog(item["prompt"], args), params)
 
 
 def _dialog(text: str, args: argparse.Namespace) -> Prompt:
@@ -198,24 +218,6 @@ def _stdin_is_terminal() -> bool:
 # Running
 
 
-def load_engine(model: str | None, options: dict[str, object], console: Console, *, quiet: bool) -> Engine:
-    """An engine, with a progress bar on a terminal and its notices on standard error."""
-    columns = (
-        TextColumn("loading"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total} layers"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task("loading", total=None)
-        engine = Engine(
-            model, progress=lambda done, total: bar.update(task, completed=done, total=total), **options
-        )
-    for notice in engine.notices:
-        console.print(f"samir_vllm: {notice}", style="yellow")
-    return engine
-
-
 def _drive(
     engine: Engine,
     jobs: list[Job],
@@ -223,14 +225,14 @@ def _drive(
     console: Console,
     args: argparse.Namespace,
     start: StartReport,
+    interrupts: Interrupts,
 ) -> None:
     for i, job in enumerate(jobs):
         try:
-            params = SamplingParams(max_tokens=job.max_tokens, ignore_eos=args.ignore_eos)
             prompt = job.prompt
             if args.date is not None and engine.chat_format is not None and _is_dialog(prompt):
                 prompt = engine.chat_format.encode(prompt, date=args.date)
-            answers.expect(i, engine.add_request(prompt, params))
+            answers.expect(i, engine.add_request(prompt, job.params))
         except (RequestError, ChatError) as exc:
             answers.refuse(i, refused(str(exc)))
     columns = (
@@ -243,7 +245,7 @@ def _drive(
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=len(jobs), completed=len(answers.results()), state="")
         started, tokens = time.perf_counter(), 0
-        while engine.has_work:
+        while engine.has_work and not interrupts.requested:
             outputs = engine.step()
             if outputs:
                 start.first_token()
@@ -311,14 +313,19 @@ class StartReport:
 class Answers:
     """Prints answers in the order of the prompts, as early as that order allows."""
 
-    def __init__(self, args: argparse.Namespace, engine: Engine, *, single: bool, streamed: bool) -> None:
+    def __init__(self, args: argparse.Namespace, engine: Engine, jobs: list[Job]) -> None:
         self._args = args
         self._engine = engine
-        self._single = single
-        self._streamed = streamed
+        self._jobs = jobs
+        self._single = len(jobs) == 1
+        params = jobs[0].params
+        whole = args.json or args.ids or args.no_stream or params.n > 1
+        wants_table = params.logprobs is not None or params.prompt_logprobs is not None
+        self._streamed = self._single and not whole and not wants_table
         self._index: dict[str, int] = {}
         self._done: dict[int, RequestOutput] = {}
         self._printed = 0
+        self._num_shown = 0  # characters of the streamed answer
 
     def expect(self, index: int, request_id: str) -> None:
         """The request of prompt ``index`` is live."""
@@ -329,11 +336,12 @@ class Answers:
         self._done[index] = result
         self._flush()
 
-    def take(self, out: Any) -> None:
+    def take(self, out: StepOutput) -> None:
         """One output of a step."""
         if self._streamed:
             sys.stdout.write(out.text)
             sys.stdout.flush()
+            self._num_shown += len(out.text)
         if out.result is not None:
             self._done[self._index.pop(out.request_id)] = out.result
             self._flush()
@@ -344,12 +352,19 @@ class Answers:
             result = self._engine.abort(request_id)
             if result is not None:
                 self._done[index] = result
+                if self._streamed:  # what was held back while a stop string might have come
+                    sys.stdout.write(result.text[self._num_shown :])
         self._index.clear()
         self._flush()
 
     def results(self) -> list[RequestOutput]:
         """Everything that has ended, in the order of the prompts."""
         return [self._done[i] for i in sorted(self._done)]
+
+    def drawn_seeds(self) -> list[int]:
+        """The seeds that the engine drew, in the order of the prompts."""
+        ended = [(self._jobs[i].params.seed, self._done[i].seed) for i in sorted(self._done)]
+        return [seed for given, seed in ended if given is None and seed is not None]
 
     def close(self) -> None:
         """End the streamed line, if there is one."""
@@ -363,29 +378,92 @@ class Answers:
             self._printed += 1
 
     def _print(self, index: int, result: RequestOutput) -> None:
-        where = "" if self._single else f"prompt {index + 1}: "
-        if result.error is not None:
-            print(f"samir_vllm: {where}{result.error}", file=sys.stderr)
-        if self._args.json:
-            print(json.dumps({"index": index, **asdict(result)}, ensure_ascii=False), flush=True)
-        elif self._streamed or result.error is not None:
-            return
+        if result.prompt_logprobs is not None and not self._args.json and result.error is None:
+            table = logprobs_table(result.prompt_logprobs, result.prompt_token_ids, self._engine.tokenizer)
+            print(table if self._single else f"[{index + 1}] prompt\n{table}", end="\n\n", flush=True)
+        several = len(result.completions) > 1
+        for completion in result.completions:
+            if completion.error is not None:
+                where = "" if self._single else f"prompt {index + 1}: "
+                user_error(where + (f"answer {completion.index + 1}: " if several else "") + completion.error)
+            if self._args.json:
+                line = answer_as_json(index, result, completion, self._engine.tokenizer)
+                print(json.dumps(line, ensure_ascii=False, allow_nan=False), flush=True)
+            elif not self._streamed and completion.error is None:
+                self._print_answer(index, several, completion)
+
+    def _print_answer(self, index: int, several: bool, completion: Completion) -> None:
+        labelled = several or not self._single
+        if self._args.ids:
+            text = " ".join(map(str, completion.token_ids))
+        elif labelled:
+            number = f"{index + 1}.{completion.index + 1}" if several else str(index + 1)
+            text = f"[{number}] {completion.text}\n"
         else:
-            text = " ".join(map(str, result.token_ids)) if self._args.ids else result.text
-            print(text if self._single or self._args.ids else f"[{index + 1}] {text}\n", flush=True)
+            text = completion.text
+        if completion.logprobs is not None:
+            text += "\n" if not text.endswith("\n") else ""
+            text += "\n" + logprobs_table(completion.logprobs, completion.token_ids, self._engine.tokenizer)
+            text += "\n" if labelled else ""
+        print(text, flush=True)
 
 
-def figures(engine: Engine, results: list[RequestOutput], seconds: float) -> str:
+def answer_as_json(
+    index: int, result: RequestOutput, completion: Completion, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """What a line of ``--json`` holds: one answer, and the prompt that it answers."""
+    answer = {
+        name: getattr(completion, name) for name in ("text", "token_ids", "finish_reason", "stop_reason")
+    }
+    return {
+        "index": index,
+        "completion": completion.index,
+        "request_id": result.request_id,
+        "prompt_token_ids": result.prompt_token_ids,
+        **answer,
+        "seed": completion.seed,
+        "logprobs": _logprobs_as_json(completion.logprobs, tokenizer),
+        "prompt_logprobs": _logprobs_as_json(result.prompt_logprobs, tokenizer),
+        "error": completion.error,
+        "metrics": asdict(completion.metrics),
+    }
+
+
+def _logprobs_as_json(
+    tokens: Sequence[TokenLogprobs | None] | None, tokenizer: Tokenizer
+) -> list[dict[str, Any] | None] | None:
+    if tokens is None:
+        return None
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        # JSON has no infinities: null is a probability of 0.
+        shown = logprob if math.isfinite(logprob) else None
+        return {"token_id": token_id, "token": token_text(tokenizer, token_id), "logprob": shown}
+
+    return [
+        None if t is None else entry(t.token_id, t.logprob) | {"top": [entry(i, p) for i, p in t.top]}
+        for t in tokens
+    ]
+
+
+def figures(engine: Engine, answers: Answers, seconds: float) -> str:
     """One line about the run."""
+    results = answers.results()
+    completions = [c for r in results for c in r.completions]
     prompt_tokens = sum(len(r.prompt_token_ids) for r in results)
-    new_tokens = sum(len(r.token_ids) for r in results)
-    first = [r.metrics.time_to_first_token for r in results if r.metrics.time_to_first_token is not None]
-    pages = sum(r.metrics.num_pages for r in results)
+    new_tokens = sum(len(c.token_ids) for c in completions)
+    first = [t for c in completions if (t := c.metrics.time_to_first_token) is not None]
     parts = [f"{prompt_tokens} prompt tokens", f"{new_tokens} new tokens"]
     if first:
-        name = "time to first token" if len(results) == 1 else "mean time to first token"
+        name = "time to first token" if len(completions) == 1 else "mean time to first token"
         parts.append(f"{name} {sum(first) / len(first):.2f} s")
     parts.append(f"{new_tokens / seconds:.1f} tokens/s")
-    used = "" if len(results) == 1 else f" by {len(results)} prompts"
+    used = ""
+    if len(completions) > 1:
+        by_prompts = len(completions) == len(results)
+        used = f" by {len(results)} prompts" if by_prompts else f" by {len(completions)} answers"
+    pages = sum(c.metrics.num_pages for c in completions)
     parts.append(f"{pages} KV pages used{used} (pool: {engine.pool.num_pages})")
+    if seeds := answers.drawn_seeds():
+        parts.append(f"seed {seeds[0]} (drawn)" if len(results) == 1 else "seeds drawn (see --json)")
     return ", ".join(parts) + f" [{engine.backend_name}]"

@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from samir_vllm.engine import StepRecord
 from samir_vllm.errors import OptionError
+from samir_vllm.outputs import StepRecord
 
 PICTURES = (".png", ".svg")
 
@@ -28,9 +28,9 @@ class Timeline:
     def write_trace(self, path: Path, num_pages: int) -> None:
         """Write Chrome trace events (load them in a browser's tracing page or in Perfetto).
 
-        One row ("thread") shows the steps; each request has a row with its prefill chunks and decode
-        steps, opened by ``admitted`` and closed by ``finished``. Counters: KV pages used of ``num_pages``,
-        running, waiting. Times are microseconds since the first step.
+        One row ("thread") shows the steps; each answer has a row with its prefill chunks and decode steps,
+        opened by ``admitted`` and closed by ``finished``. Counters: KV pages used of ``num_pages``, running,
+        waiting. Times are microseconds since the first step.
 
         Raises:
             OptionError: the file can't be written.

@@ -72,15 +72,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 STEMS = {
+    "test_adjust_logits": ["adjust_logits"],
     "test_argmax": ["argmax"],
     "test_embedding": ["embedding"],
     "test_linear": ["linear", "rmsnorm"],
     "test_linear_add": ["linear", "rmsnorm", "embedding"],
     "test_lm_head": ["linear", "rmsnorm"],
+    "test_log_probs": ["log_probs"],
     "test_paged_attention_decode": ["paged_attention_decode"],
     "test_paged_attention_prefill": ["paged_attention_prefill", "paged_attention_decode"],
     "test_rmsnorm": ["rmsnorm"],
     "test_rope_kv_write": ["rope_kv_write"],
+    "test_sample": ["sample"],
     "test_silu_mul": ["silu_mul"],
     "test_take_rows": ["embedding"],
 }

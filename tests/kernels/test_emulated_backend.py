@@ -13,6 +13,7 @@ from harness import TINY, Chunk, Model, make_model, run
 from samir_vllm.backends.cuda_compile import KERNELS
 from samir_vllm.config import ModelConfig
 from samir_vllm.llama import gemm_shapes, load_weights
+from samir_vllm.sampling import SamplingParams, TokenSampling
 from samir_vllm.weights import open_weights
 
 pytestmark = [pytest.mark.emulated, emulated.needs_compiler]
@@ -111,6 +112,12 @@ def test_every_kernel_runs_on_the_emulator(tiny: Model) -> None:
     ids = np.arange(20, dtype=np.int32)
     logits = run(tiny, [Chunk(1, ids)])
     run(tiny, [Chunk(1, ids[:1], 20)], num_decodes=1)
-    backend.argmax(backend._logits[:1, : tiny.config.vocab_size])
+    values = backend._logits[:1, : tiny.config.vocab_size]
+    backend.argmax(values)
+    backend.log_probs(values, backend.from_numpy(ids[:1]), 1)
+    backend.set_sampling(1, TokenSampling(SamplingParams(temperature=1, presence_penalty=1), seed=0))
+    inputs = backend.stage(make_batch([Part(1, 1)]))
+    backend.choose_tokens(values, inputs)
+    backend.restore_logits(values, inputs)
     assert np.isfinite(logits).all()
     assert set(emulated.launches - before) == {name for names in KERNELS.values() for name in names}

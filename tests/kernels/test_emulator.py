@@ -351,6 +351,20 @@ def test_exchanges(expression: str, expected: list[int]) -> None:
     np.testing.assert_array_equal(out, np.array(expected, np.uint32))
 
 
+def test_upper_halves_of_products() -> None:
+    factors = [0, 1, 2**32 - 1, 2**63 + 12345, 2**64 - 1, 0xD2511F53_9E3779B9]
+    x, low, high = (emulated.empty((36,), np.uint64) for _ in range(3))
+    x[:12] = np.array([*factors, *factors], np.uint64)
+    body = """const unsigned long long a = x[threadIdx.x / 6], b = x[threadIdx.x % 6];
+        high[threadIdx.x] = __umul64hi(a, b);
+        low[threadIdx.x] = __umulhi(a, b);"""
+    parameters = "unsigned long long* high, unsigned long long* low, const unsigned long long* x"
+    launch(body, high, low, x, threads=36, parameters=parameters)
+    pairs = [(a, b) for a in factors for b in factors]
+    assert high.tolist() == [a * b >> 64 for a, b in pairs]
+    assert low.tolist() == [(a % 2**32) * (b % 2**32) >> 32 for a, b in pairs]
+
+
 def test_atomics() -> None:
     out = emulated.empty((8,), np.int32)
     out[:] = [0, -5, 900, 0, 0, -1, 0, 0]

@@ -126,11 +126,11 @@ class TestWhoReadsTheSum:
 
         def taken(backend):
             pages.install(backend)
-            inputs = backend.stage(batch)
+            taken = backend.stage(batch).logit_rows
             summed = backend.linear_add(
                 backend.from_numpy(x), backend.upload([weight]), backend.from_numpy(residual)
             )
-            return backend.take_rows(summed, inputs)
+            return backend.take_rows(summed, taken)
 
         assert_same_bits(twins.test(taken), ordered_sum(twins, x, weight, residual)[wanted])
 
@@ -144,17 +144,17 @@ class TestWhoReadsTheSum:
 
         def of_the_sum(backend):
             pages.install(backend)
-            inputs = backend.stage(batch)
+            taken = backend.stage(batch).logit_rows
             summed = backend.linear_add(
                 backend.from_numpy(x), backend.upload([weight]), backend.from_numpy(residual)
             )
-            return backend.logits(summed, backend.upload([norm]), backend.upload([head]), inputs)
+            return backend.logits(summed, backend.upload([norm]), backend.upload([head]), taken)
 
         def of_the_rounded(backend):
             pages.install(backend)
-            inputs = backend.stage(batch)
+            taken = backend.stage(batch).logit_rows
             return backend.logits(
-                backend.from_numpy(plain), backend.upload([norm]), backend.upload([head]), inputs
+                backend.from_numpy(plain), backend.upload([norm]), backend.upload([head]), taken
             )
 
         assert_same_bits(twins.test(of_the_sum), twins.test(of_the_rounded))
@@ -171,11 +171,11 @@ class TestWhoReadsTheSum:
 
         def sum_after_logits(backend):
             pages.install(backend)
-            inputs = backend.stage(batch)
+            taken = backend.stage(batch).logit_rows
             summed = backend.linear_add(
                 backend.from_numpy(x), backend.upload([weight]), backend.from_numpy(residual)
             )
-            backend.logits(summed, backend.upload([norm]), backend.upload([head]), inputs)
+            backend.logits(summed, backend.upload([norm]), backend.upload([head]), taken)
             return summed
 
         assert_same_bits(twins.test(sum_after_logits), ordered_sum(twins, x, weight, residual))

@@ -24,7 +24,7 @@ def test_rows(twins: Twins, rows: int, wanted: str) -> None:
 
     def body(backend):
         pages.install(backend)
-        return backend.take_rows(backend.from_numpy(x), backend.stage(batch))
+        return backend.take_rows(backend.from_numpy(x), backend.stage(batch).logit_rows)
 
     got, want = twins.both(body)
     assert_same_bits(got, want)

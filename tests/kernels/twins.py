@@ -234,6 +234,8 @@ def make_batch(
         seq_lens=np.array([p.stop for p in parts], np.int32),
         slots=np.array([p.slot for p in parts], np.int32),
         logit_rows=logit_rows.astype(np.int32),
+        logit_slots=np.repeat([p.slot for p in parts], [p.count for p in parts])[logit_rows].astype(np.int32),
+        num_outputs=np.zeros(len(logit_rows), np.int32),
         num_decodes=num_decodes,
     )
 
