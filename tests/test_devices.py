@@ -233,7 +233,7 @@ def test_a_gpu_that_fails_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("machine")
 def test_no_room_for_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """What CuPy's pool keeps is free too: 3 GiB and 1 GiB."""
-    loaded = cuda_compile.LoadedKernels({}, 0, len(cuda_compile.STEMS), 0.0, 0.0)
+    loaded = cuda_compile.LoadedKernels({}, 0, len(cuda_compile.STEMS))
     monkeypatch.setattr(cuda_compile, "load_kernels", lambda *_: loaded)
     options: dict[str, Any] = {"max_batched_tokens": 2**20 - 8, "max_num_seqs": 8}
     needed = 2**20 * CONFIG.hidden_size * 2 >> 20  # the first buffer: hidden states in BF16

@@ -662,7 +662,7 @@ SAMPLING = (
         "IN_PROMPT = 1, ENDS_ANSWER = 2",
         "IN_PROMPT = 2, ENDS_ANSWER = 1",
     ),
-    mutation("sampling.cuh", "outputs counted by halves", "ONE_OUTPUT = 4", "ONE_OUTPUT = 8"),
+    mutation("sampling.cuh", "count of an adjustment begins on a flag", "ONE_OUTPUT = 4", "ONE_OUTPUT = 2"),
 )
 
 ADJUST = (

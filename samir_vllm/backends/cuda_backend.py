@@ -107,12 +107,9 @@ class _PinnedInts:
 
     def send(self, device: Any, size: int, stream: Any) -> None:
         """Copy the first ``size`` values to an array on the device."""
-        _copy_to_device(device.data.ptr, self._host.ctypes.data, 4 * size, stream)
+        runtime, source = cupy.cuda.runtime, self._host.ctypes.data
+        runtime.memcpyAsync(device.data.ptr, source, 4 * size, runtime.memcpyHostToDevice, stream.ptr)
         self._sent.record(stream)
-
-
-def _copy_to_device(target: int, source: int, nbytes: int, stream: Any) -> None:
-    cupy.cuda.runtime.memcpyAsync(target, source, nbytes, cupy.cuda.runtime.memcpyHostToDevice, stream.ptr)
 
 
 class CudaBackend(Backend):
@@ -305,27 +302,28 @@ class CudaBackend(Backend):
         """
         cfg, rows, started = self.config, min(16, self._max_tokens), time.perf_counter()
         x, weights = self._mlp, self._segments.view(BF16)
-        projections = [(self._qkv_features, cfg.hidden_size), (2 * cfg.intermediate_size, cfg.hidden_size)]
-        additions = [
-            (cfg.hidden_size, cfg.num_heads * cfg.head_dim),
-            (cfg.hidden_size, cfg.intermediate_size),
-        ]
+        shapes = (  # features, depth, and whether the product is added to the residual
+            (self._qkv_features, cfg.hidden_size, False),
+            (2 * cfg.intermediate_size, cfg.hidden_size, False),
+            (cfg.hidden_size, cfg.num_heads * cfg.head_dim, True),
+            (cfg.hidden_size, cfg.intermediate_size, True),
+        )
         with suppress(Exception), self.active():  # what fails here fails again where its message is heard
             for zeros in (x, weights):
                 zeros.data.memset_async(0, zeros.nbytes, self.stream)
-            for features, depth in projections + additions:
+            for features, depth, is_added in shapes:
                 if features * depth > weights.size or rows * depth > x.size:
                     continue
                 operands = (
                     x.reshape(-1)[: rows * depth].reshape(rows, depth),
                     weights[: features * depth].reshape(features, depth),
                 )
-                if (features, depth) in projections:
-                    self._cublas.matmul(*operands, self._linear[: rows * features].reshape(rows, features))
-                else:
+                if is_added:
                     segments = gemm_segments(depth)
                     out = self._logits.reshape(-1)[: segments * rows * features]
                     self._cublas.matmul(*operands, out.reshape(segments, rows, features), segments=segments)
+                else:
+                    self._cublas.matmul(*operands, self._linear[: rows * features].reshape(rows, features))
         self._times.add("cuBLAS loads kernels", time.perf_counter() - started, background=True)
 
     def from_numpy(self, x: np.ndarray) -> Any:
@@ -870,6 +868,7 @@ class SlotSampling:
         new_count = count if self._free else max(1, 2 * count)
         shape = (new_count, max(width, 1 + entries), 4)
         new = backend._allocate(shape, np.int32, "a table of penalties", "lower --max-num-seqs")
+        new.data.memset_async(0, new.nbytes, backend.stream)
         if count:
             runtime, row = cupy.cuda.runtime, width * 16  # bytes
             runtime.memcpy2DAsync(

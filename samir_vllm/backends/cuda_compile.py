@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +135,6 @@ class BuiltKernels:
     cubins: dict[str, bytes]
     compiled: int  # files that were compiled now
     cached: int  # files whose machine code was there
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +144,6 @@ class LoadedKernels:
     kernels: dict[str, Any]
     compiled: int
     cached: int
-    build_seconds: float
-    load_seconds: float
 
 
 def load_kernels(config: ModelConfig, gpu: Gpu, cache: Cache) -> LoadedKernels:
@@ -158,16 +154,18 @@ def load_kernels(config: ModelConfig, gpu: Gpu, cache: Cache) -> LoadedKernels:
             that doesn't load it.
     """
     built = build_kernels(config, arch_of(gpu), gpu.max_shared_bytes, cache)
-    start = time.perf_counter()
     kernels: dict[str, Any] = {}
     for stem, cubin in built.cubins.items():
         kernels |= _load(stem, cubin)
-    kernels["paged_attention_decode"].max_dynamic_shared_size_bytes = decode_shared_bytes(
-        config, gpu.max_shared_bytes
-    )
-    kernels["paged_attention_prefill"].max_dynamic_shared_size_bytes = prefill_shared_bytes(config)
-    seconds = time.perf_counter() - start
-    return LoadedKernels(kernels, built.compiled, built.cached, built.seconds, seconds)
+    allow_shared_bytes(kernels, config, gpu.max_shared_bytes)
+    return LoadedKernels(kernels, built.compiled, built.cached)
+
+
+def allow_shared_bytes(kernels: dict[str, Any], config: ModelConfig, max_shared_bytes: int) -> None:
+    """Lets the kernels that need more than 48 KiB of dynamic shared memory have it."""
+    decode, prefill = kernels["paged_attention_decode"], kernels["paged_attention_prefill"]
+    decode.max_dynamic_shared_size_bytes = decode_shared_bytes(config, max_shared_bytes)
+    prefill.max_dynamic_shared_size_bytes = prefill_shared_bytes(config)
 
 
 def arch_of(gpu: Gpu) -> str:
@@ -182,7 +180,6 @@ def build_kernels(config: ModelConfig, arch: str, max_shared_bytes: int, cache: 
     Raises:
         DeviceError: no compiler, one that doesn't know ``arch``, or a file that doesn't compile.
     """
-    start = time.perf_counter()
     sources = {stem: kernel_source(stem) for stem in STEMS}
     options = compiler_options(arch, definitions(config, max_shared_bytes))
     compiler = cuda_probe.nvrtc_build()
@@ -196,7 +193,7 @@ def build_kernels(config: ModelConfig, arch: str, max_shared_bytes: int, cache: 
         compiler = cuda_probe.nvrtc_build()  # of the library that is loaded now, and did the work
         for stem, source in missing.items():
             cache.write(stem, cache_key(source, options, compiler), "cubin", cubins[stem])
-    return BuiltKernels(cubins, len(missing), len(STEMS) - len(missing), time.perf_counter() - start)
+    return BuiltKernels(cubins, len(missing), len(STEMS) - len(missing))
 
 
 def kernel_key(stem: str, config: ModelConfig, gpu: Gpu) -> str:

@@ -499,13 +499,8 @@ def load_kernels(config: ModelConfig, gpu: Gpu, cache: Any) -> cuda_compile.Load
         for stem, names in cuda_compile.KERNELS.items()
         for name in names
     }
-    kernels["paged_attention_decode"].max_dynamic_shared_size_bytes = cuda_compile.decode_shared_bytes(
-        config, most
-    )
-    kernels["paged_attention_prefill"].max_dynamic_shared_size_bytes = cuda_compile.prefill_shared_bytes(
-        config
-    )
-    return cuda_compile.LoadedKernels(kernels, 0, 0, 0.0, 0.0)
+    cuda_compile.allow_shared_bytes(kernels, config, most)
+    return cuda_compile.LoadedKernels(kernels, 0, 0)
 
 
 @contextmanager
