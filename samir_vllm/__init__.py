@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from samir_vllm.sequence import TokenLogprobs
 
 __version__ = "0.1.0"
+
+# Who wants the traceback of a failed step sets logging up; else it would stand beside the line that tells it.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
     "ChatError",

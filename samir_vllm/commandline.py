@@ -289,7 +289,11 @@ def _unescaped(text: str) -> str:
             )
         return _ESCAPES[name]
 
-    return re.sub(r"\\(u[0-9a-fA-F]{4}|.|$)", replace, text, flags=re.DOTALL)
+    found = re.sub(r"\\(u[0-9a-fA-F]{4}|.|$)", replace, text, flags=re.DOTALL)
+    try:  # two \uXXXX may be one character
+        return found.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        raise argparse.ArgumentTypeError(f"half a character: {text}") from None
 
 
 # Ctrl-C

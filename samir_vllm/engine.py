@@ -203,8 +203,9 @@ class Engine:
             prompt: text, token ids or a dialog.
             params: the request's wishes; the defaults of ``SamplingParams`` if None.
             request_id: unique among live requests; made up if None.
-            retain_kv: keep K and V after the end, while nobody needs their pages, for a request whose prompt
-                begins with the same tokens: the next turn of a conversation.
+            retain_kv: take part in the reuse of K and V, as the turns of a conversation do: take over those
+                of an earlier such request whose tokens begin the same, and leave one's own, while nobody
+                needs their pages, to a later one.
 
         Returns:
             The request's id.
@@ -318,6 +319,10 @@ class Engine:
             outbox += outputs
         return outputs[-1].result
 
+    def drop_retained_kv(self) -> None:
+        """Free what ended requests with ``retain_kv`` left; whoever needs pages does so anyway."""
+        self.scheduler.drop_retained()
+
     # From other threads
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> Future[RequestOutput]:
@@ -381,7 +386,7 @@ class Engine:
         """Run one step: the decodes of all running requests, and some prefill beside them.
 
         Returns:
-            One output for each request that got a token or ended.
+            One output for each answer that got a token or ended.
         """
         self._pump()
         held, self._held = self._held, []

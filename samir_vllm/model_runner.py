@@ -50,7 +50,7 @@ class ModelRunner:
         self.config = config
         # A step must not ask each sequence what it wants: plain greedy ones would pay for it.
         self._sampling_slots: set[int] = set()  # where the backend has something to forget
-        self._logprob_slots: set[int] = set()  # whose last sequence wanted log-probabilities
+        self._logprob_seqs: dict[int, Sequence] = {}  # by slot, those that want log-probabilities
         times = times or StartupTimes()
         with backend.active():
             # Pages first: where memory doesn't suffice it shows before the long part.
@@ -66,6 +66,8 @@ class ModelRunner:
             return StepResult([])
         backend = self.backend
         with backend.active():
+            if self._logprob_seqs:
+                self._logprob_seqs = {i: s for i, s in self._logprob_seqs.items() if not s.is_finished}
             for seq, page_ids in step.admitted:
                 backend.set_block_table(seq.slot, page_ids)
                 self._set_sampling(seq)
@@ -74,7 +76,7 @@ class ModelRunner:
             logits = self._logits(x, inputs.logit_rows)  # [L, vocab_size]
             chosen = backend.choose_tokens(logits, inputs)  # [L]
             result = StepResult(backend.to_numpy(chosen).tolist())
-            if self._logprob_slots:
+            if self._logprob_seqs:
                 result.logprobs = self._logprobs(step, result.token_ids, logits, chosen, inputs)
                 result.prompt_logprobs = self._prompt_logprobs(step, x)  # last: into the memory of `logits`
         return result
@@ -89,9 +91,7 @@ class ModelRunner:
             self.backend.set_sampling(slot, None)
             self._sampling_slots.remove(slot)
         if sampling is not None and (sampling.params.logprobs is not None or _wants_prompt(seq)):
-            self._logprob_slots.add(slot)
-        else:
-            self._logprob_slots.discard(slot)
+            self._logprob_seqs[slot] = seq
 
     def _logits(self, x: Array, rows: Array) -> Array:
         return self.backend.logits(x, self.weights.norm, self.weights.lm_head, rows)

@@ -118,7 +118,7 @@ class SamplingParams:
 
     if not TYPE_CHECKING:  # type checkers shall see the fields, not this
 
-        def __new__(cls, *values: Any, **options: Any) -> SamplingParams:
+        def __new__(cls, /, *values: Any, **options: Any) -> SamplingParams:
             _check_names(options, cls.__match_args__)
             return object.__new__(cls)  # slots=True makes the class anew: super() would mean the old one
 

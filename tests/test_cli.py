@@ -115,6 +115,7 @@ def test_model_without_tokenizer_is_named() -> None:
         ("[1]", ["p.jsonl:2", "prompt"]),
         ('{"prompt": "a", "messages": []}', ["p.jsonl:2", "either"]),
         ('{"prompt": "a", "temprature": 1}', ["p.jsonl:2", "temprature"]),
+        ('{"prompt": "a", "cls": 1}', ["p.jsonl:2", "cls"]),
         ('{"prompt": 7}', ["p.jsonl:2", "text"]),
         ('{"prompt": "a", "max_tokens": 0}', ["p.jsonl:2", "max_tokens", "0"]),
         ('{"prompt": "a", "temperature": NaN}', ["p.jsonl:2", "temperature", "nan"]),
@@ -155,6 +156,7 @@ FLAGS: list[tuple[list[str], dict[str, Any]]] = [
     (["--seed", str(2**64 - 1)], {"seed": 2**64 - 1}),
     (["--min-tokens", "3"], {"min_tokens": 3}),
     (["--stop", "a b", "--stop", r"\n\t\r\\n\u00e9"], {"stop": ("a b", "\n\t\r\\né")}),
+    (["--stop", r"\ud83d\ude00!"], {"stop": ("😀!",)}),
     (["--stop-token-id", "3,4", "--stop-token-id", "5"], {"stop_token_ids": (3, 4, 5)}),
     (["--ignore-eos"], {"ignore_eos": True}),
     (["--n", "3"], {"n": 3}),
@@ -189,6 +191,7 @@ def test_every_sampling_parameter_has_a_flag() -> None:
         (["--stop", ""], ["stop"]),
         (["--stop", r"a\q"], ["--stop", r"'\q'", "backslash"]),
         (["--stop", "a\\"], ["--stop", "backslash"]),
+        (["--stop", r"a\ud83d"], ["--stop", "half a character"]),
         (["--stop-token-id", "3,x"], ["--stop-token-id", "'x'"]),
         (["--n", "0"], ["n must be", "1 to 64", "0"]),
         (["--logprobs", "21"], ["logprobs", "20", "21"]),
@@ -208,9 +211,10 @@ def test_fields_of_a_line_go_before_those_of_the_command(tmp_path: Path) -> None
         {"prompt": "a"},
         {"prompt": "b", "temperature": 2, "stop": "x", "logit_bias": {"7": 1.5}, "n": 2},
         {"messages": [], "max_tokens": 3, "seed": None, "stop_token_ids": [4, 5]},
+        {"prompt": "c", "stop": "\u2028"},
     ]
     file = tmp_path / "p.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
+    file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)
     command = ["--prompts", str(file), "9", "--temperature", "1", "--seed", "8", "--stop", "y"]
@@ -220,6 +224,7 @@ def test_fields_of_a_line_go_before_those_of_the_command(tmp_path: Path) -> None
         SamplingParams(**given),
         SamplingParams(**given | {"temperature": 2, "stop": "x", "logit_bias": {7: 1.5}, "n": 2}),
         SamplingParams(**given | {"max_tokens": 3, "seed": None, "stop_token_ids": (4, 5)}),
+        SamplingParams(**given | {"stop": "\u2028"}),
     ]
 
 

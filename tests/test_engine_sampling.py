@@ -40,7 +40,7 @@ def drain(engine: Engine) -> dict[str, RequestOutput]:
 
 def assert_whole(engine: Engine) -> None:
     """Nobody is live, and every page is free but for what is retained."""
-    engine.scheduler.drop_retained()
+    engine.drop_retained_kv()
     engine.pool.check_integrity()
     assert engine.pool.num_used == 0
     assert not engine.has_work
@@ -654,7 +654,9 @@ def test_nothing_is_kept_unasked_and_prompt_logprobs_run_every_row() -> None:
     assert engine.pool.num_used == 0
     list(engine.stream(prompt, SamplingParams(max_tokens=5), retain_kv=True))
     assert engine.pool.num_used == engine.scheduler.num_retained_pages > 0
-    out = engine.generate(prompt, SamplingParams(max_tokens=5, prompt_logprobs=0))
+    *_, last = engine.stream(prompt, SamplingParams(max_tokens=5, prompt_logprobs=0), retain_kv=True)
+    out = last.result
+    assert out is not None
     assert out.metrics.num_cached_tokens == 0
     assert out.prompt_logprobs is not None
     assert None not in out.prompt_logprobs[1:]

@@ -111,7 +111,7 @@ def test_a_slot_forgets_who_wanted_them() -> None:
     second = engine.generate([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))
     assert first.logprobs is not None
     assert second.logprobs is None
-    assert engine._runner._logprob_slots == set()  # type: ignore[attr-defined]
+    assert not engine._runner._logprob_seqs  # type: ignore[attr-defined]
 
 
 def test_n_answers_have_their_own() -> None:

@@ -817,8 +817,9 @@ class CudaBackend(Backend):
 class SlotSampling:
     """How the sequence in each slot chooses its tokens: its settings, and its table of adjustments.
 
-    Tables are made when they are first needed and grow with the number and the length of the requests that
-    need one at a time; a step allocates none.
+    Tables are made when a sequence that needs one is admitted, and grow with the number and the length of
+    those that run at a time: 16 bytes for each token concerned, in each table. Where there is no memory for
+    one, the step fails.
     """
 
     def __init__(self, backend: CudaBackend, num_slots: int) -> None:

@@ -315,7 +315,7 @@ class NumpyBackend(Backend):
     def log_probs(
         self, logits: np.ndarray, token_ids: np.ndarray, count: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        with np.errstate(invalid="ignore"):  # where the greatest is infinite, or NaN
+        with np.errstate(invalid="ignore", over="ignore"):  # where the greatest is infinite, NaN or huge
             greatest = logits.max(axis=1, keepdims=True)
             x = np.where(logits == greatest, np.float32(0), logits - greatest)
             x -= np.log(np.exp(x).sum(axis=1, keepdims=True))

@@ -8,7 +8,6 @@ standard library tells.
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -71,8 +70,6 @@ def run(args: argparse.Namespace) -> int:
     engine = load_engine(args, console, quiet=args.quiet)
     if engine.chat_format is None:
         raise ChatError(f"{engine.model_dir}: this model has no chat format: use generate --raw")
-    # A step that fails is told in one line; without a handler logging would write a traceback beside it.
-    logging.getLogger("samir_vllm").addHandler(logging.NullHandler())
     with Interrupts() as interrupts:
         conversation = Conversation(engine, params, system=args.system, date=args.date)
         chat = Chat(conversation, Lines(interrupts), console, interrupts)
@@ -251,20 +248,21 @@ class Conversation:
         return result
 
     def _room(self, num_prompt_tokens: int) -> int:
-        """New tokens that fit behind a prompt, at least 1."""
+        """New tokens that fit behind a prompt: one at least, and what ``min_tokens`` asks for."""
         engine = self.engine
         pages_per_layer = engine.pool.num_pages // engine.model_config.num_layers
         # The last new token's K and V are never stored.
         limits = {"context": engine.context_len, "KV page pool": pages_per_layer * PAGE_SIZE + 1}
         name, most = min(limits.items(), key=lambda item: item[1])
-        if num_prompt_tokens < most:
-            return most - num_prompt_tokens
+        room, least = most - num_prompt_tokens, max(1, self._params.min_tokens)
+        if room >= least:
+            return room
         remedy = "/reset forgets it" if self.exchanges else "shorten the message"
         if name != "context":
             remedy += ", or leave and give a larger --kv-cache-mib"
         raise RequestError(
-            f"the dialog has {num_prompt_tokens} tokens but the {name} holds {most}, one new token included: "
-            f"{remedy}"
+            f"the dialog has {num_prompt_tokens} tokens but the {name} holds {most}, "
+            f"{'one new token' if least == 1 else f'{least} new tokens'} included: {remedy}"
         )
 
     def limit_of(self, result: RequestOutput) -> str:
@@ -419,6 +417,11 @@ class Chat:
                     return EXIT_INTERRUPTED
                 hinted = True
                 self._say("/exit or Ctrl-D leaves, and so does a second Ctrl-C")
+                continue
+            except OptionError as exc:
+                if not self._lines.interactive:
+                    raise
+                self._fail(str(exc))
                 continue
             if line is None:
                 self._end_line()

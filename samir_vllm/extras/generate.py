@@ -168,7 +168,8 @@ def read_prompts(name: str, options: dict[str, Any], args: argparse.Namespace) -
         reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8 text"
         raise SamirVllmError(f"can't read prompts from {name}: {reason}") from None
     params = SamplingParams(**options)
-    for number, line in enumerate(text.splitlines(), 1):
+    # JSON may hold other characters that end a line, such as U+2028.
+    for number, line in enumerate(text.split("\n") if name.endswith(".jsonl") else text.splitlines(), 1):
         if not line.strip():
             continue
         if not name.endswith(".jsonl"):

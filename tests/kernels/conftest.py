@@ -84,6 +84,7 @@ STEMS = {
     "test_rmsnorm": ["rmsnorm"],
     "test_rope_kv_write": ["rope_kv_write"],
     "test_sample": ["sample"],
+    "test_sample_statistics": ["sample"],
     "test_silu_mul": ["silu_mul"],
     "test_take_rows": ["embedding"],
 }
