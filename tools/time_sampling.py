@@ -33,7 +33,8 @@ from samir_vllm.config import ModelConfig
 from samir_vllm.errors import SamirVllmError
 from samir_vllm.sampling import MAX_LOGPROBS, SamplingParams, TokenSampling
 
-REPEATS, LAUNCHES = 20, 9
+REPEATS, LAUNCHES = 20, 9  # of a case in a graph, of a graph
+ROUNDS = 9  # of decode steps
 PEAKED, FLAT = 2.5, 0.5
 """Standard deviations of random logits: an answer's, and a model's of random weights."""
 
@@ -146,14 +147,19 @@ def _time_log_probs(backend: Any, logits: Any, count: int) -> dict[str, Any]:
 
 
 def time_decodes(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Whole decode steps, seconds, greedy and sampled."""
+    """Whole decode steps, seconds, greedy and sampled: the median of rounds that take turns."""
     runner = make_runner(args, ModelConfig.from_dir(args.model_dir))
     found = []
     for batch in args.batches:
-        for name, params in DECODES.items():
-            sampling = None if params is None else TokenSampling(params, seed=1)
-            seconds = time_decode(runner, batch, args.steps, sampling)["seconds"]
-            found.append({"name": name, "batch": batch, "seconds": seconds})
+        rounds: dict[str, list[float]] = {name: [] for name in DECODES}
+        for _ in range(ROUNDS):  # the host's speed drifts, so each case has its turn in each round
+            for name, params in DECODES.items():
+                sampling = None if params is None else TokenSampling(params, seed=1)
+                rounds[name].append(time_decode(runner, batch, args.steps, sampling)["seconds"])
+        found += [
+            {"name": name, "batch": batch, "seconds": statistics.median(seconds), "rounds": seconds}
+            for name, seconds in rounds.items()
+        ]
     return found
 
 
