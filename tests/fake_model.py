@@ -201,6 +201,25 @@ class ByteDecoder:
         return self._decode(b"", True)
 
 
+def tiny_config(
+    vocab_size: int, num_layers: int, context: int, eos_token_ids: tuple[int, ...]
+) -> ModelConfig:
+    """Of a model without weights."""
+    return ModelConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_layers=num_layers,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=64,
+        vocab_size=vocab_size,
+        max_position_embeddings=context,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        eos_token_ids=eos_token_ids,
+    )
+
+
 def make_engine(
     *,
     num_pages: int = 64,
@@ -212,19 +231,7 @@ def make_engine(
     **options: object,
 ) -> tuple[Engine, FakeRunner]:
     """An engine on a fresh fake model; ``options`` are those of ``EngineConfig``."""
-    model_config = ModelConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_layers=num_layers,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=64,
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=context,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
-        eos_token_ids=eos_token_ids,
-    )
+    model_config = tiny_config(VOCAB_SIZE, num_layers, context, eos_token_ids)
     runner = FakeRunner(num_pages, samples=samples)
     config = EngineConfig.from_options(**options)
     engine = Engine.from_parts(

@@ -25,10 +25,10 @@ from typing import Any
 
 import pytest
 
-from fake_model import VOCAB_SIZE, ByteTokenizer
+from fake_model import VOCAB_SIZE, ByteTokenizer, tiny_config
 from samir_vllm import commandline
 from samir_vllm.__main__ import main
-from samir_vllm.config import PAGE_SIZE, EngineConfig, ModelConfig
+from samir_vllm.config import PAGE_SIZE, EngineConfig
 from samir_vllm.engine import Engine
 from samir_vllm.errors import ChatError
 from samir_vllm.extras import chat, generate
@@ -145,19 +145,7 @@ def make_talking_engine(
 ) -> Engine:
     """An engine with the talking model; ``options`` are those of ``EngineConfig``."""
     config = EngineConfig.from_options(**options)
-    model_config = ModelConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_layers=NUM_LAYERS,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=64,
-        vocab_size=VOCAB_SIZE,
-        max_position_embeddings=context,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
-        eos_token_ids=(EOS,),
-    )
+    model_config = tiny_config(VOCAB_SIZE, NUM_LAYERS, context, (EOS,))
     return Engine.from_parts(
         config,
         model_config,
