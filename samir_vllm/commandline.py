@@ -357,19 +357,19 @@ def logprobs_table(tokens: Sequence[TokenLogprobs | None], ids: Sequence[int], t
     encoding = sys.stdout.encoding
     rows = [["#", "id", "token", "logprob", "likeliest"]]
     for i, (token_id, token) in enumerate(zip(ids, tokens, strict=True)):
-        row = [str(i), str(token_id), _quoted(token_text(tokenizer, token_id), encoding)]
+        row = [str(i), str(token_id), quoted(token_text(tokenizer, token_id), encoding)]
         if token is None:
             row += ["", ""]
         else:
             row.append(f"{token.logprob:.4f}")
             row.append(
-                "  ".join(f"{_quoted(token_text(tokenizer, i), encoding)} {p:.4f}" for i, p in token.top)
+                "  ".join(f"{quoted(token_text(tokenizer, i), encoding)} {p:.4f}" for i, p in token.top)
             )
         rows.append(row)
     return _aligned(rows, right=(0, 1, 3))
 
 
-def _quoted(text: str, encoding: str) -> str:
+def quoted(text: str, encoding: str) -> str:
     """A token's text to look at: escapes for what can't be seen or printed."""
     visible = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return f"'{visible.encode(encoding, errors='backslashreplace').decode(encoding)}'"

@@ -265,7 +265,10 @@ _picture.maxstring = 120
 
 def show(value: object) -> str:
     """A short, one-line picture, for a message, of a value that may be huge, nested or hostile."""
-    return _picture.repr(value)
+    try:
+        return " ".join(_picture.repr(value).split())  # that of an array has several lines
+    except ValueError:  # of an integer of thousands of digits
+        return f"a huge {type(value).__name__}"
 
 
 def show_path(path: Path) -> str:

@@ -139,7 +139,7 @@ class SamplingParams:
         settle("stop", _stop_strings(self.stop))
         settle("stop_token_ids", _stop_token_ids(self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool | np.bool_):
-            raise RequestError(f"ignore_eos must be True or False, not {_shown(self.ignore_eos)}")
+            raise RequestError(f"ignore_eos must be True or False, not {show(self.ignore_eos)}")
         settle("ignore_eos", bool(self.ignore_eos))
 
     @property
@@ -174,14 +174,14 @@ def _check_names(options: Mapping[str, Any], known: Sequence[str]) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise RequestError(f"unknown sampling parameter {_shown(name)}: {remedy}")
+            raise RequestError(f"unknown sampling parameter {show(name)}: {remedy}")
 
 
 def _whole(name: str, value: Any, least: int, most: int | None, or_else: str = "", most_is: str = "") -> int:
     number = int(value) if _is_whole(value) else None
     if number is None or number < least or (most is not None and number > most):
-        bounds = f"at least {least}" if most is None else f"{least} to {_shown(most)}{most_is}"
-        raise RequestError(f"{name} must be {or_else}a whole number of {bounds}, not {_shown(value)}")
+        bounds = f"at least {least}" if most is None else f"{least} to {show(most)}{most_is}"
+        raise RequestError(f"{name} must be {or_else}a whole number of {bounds}, not {show(value)}")
     return number
 
 
@@ -197,18 +197,18 @@ def _number(name: str, value: Any, least: float, most: float) -> float:
         except OverflowError:  # an integer beyond any float
             number = np.inf
     if number is None or not least <= number <= most:  # NaN fails too
-        raise RequestError(f"{name} must be a number of {least:g} to {most:g}, not {_shown(value)}")
+        raise RequestError(f"{name} must be a number of {least:g} to {most:g}, not {show(value)}")
     return number
 
 
 def _logit_bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias must map token ids to numbers, not be {_shown(bias)}")
+        raise RequestError(f"logit_bias must map token ids to numbers, not be {show(bias)}")
     if len(bias) > MAX_LOGIT_BIAS:
         raise RequestError(f"logit_bias must have at most {MAX_LOGIT_BIAS} tokens, not {len(bias)}")
     return {
         _whole("a token id of logit_bias", token_id, 0, None): _number(
-            f"logit_bias of token {_shown(token_id)}", value, *_BIAS_BOUNDS
+            f"logit_bias of token {show(token_id)}", value, *_BIAS_BOUNDS
         )
         for token_id, value in bias.items()
     }
@@ -217,12 +217,12 @@ def _logit_bias(bias: Any) -> dict[int, float]:
 def _stop_strings(stop: Any) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, list | tuple):
-        raise RequestError(f"stop must be a string or a list of strings, not {_shown(stop)}")
+        raise RequestError(f"stop must be a string or a list of strings, not {show(stop)}")
     if len(stops) > MAX_STOPS:
         raise RequestError(f"stop must hold at most {MAX_STOPS} strings, not {len(stops)}")
     for text in stops:
         if not isinstance(text, str):
-            raise RequestError(f"stop must be a string or a list of strings, not hold {_shown(text)}")
+            raise RequestError(f"stop must be a string or a list of strings, not hold {show(text)}")
         if not 1 <= len(text) <= MAX_STOP_CHARS:
             raise RequestError(f"a stop string must have 1 to {MAX_STOP_CHARS} characters, not {len(text)}")
     return tuple(stops)
@@ -230,13 +230,5 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
 
 def _stop_token_ids(token_ids: Any) -> tuple[int, ...]:
     if not isinstance(token_ids, list | tuple | set | frozenset):
-        raise RequestError(f"stop_token_ids must be a list of token ids, not {_shown(token_ids)}")
+        raise RequestError(f"stop_token_ids must be a list of token ids, not {show(token_ids)}")
     return tuple(_whole("an id of stop_token_ids", i, 0, None) for i in token_ids)
-
-
-def _shown(value: object) -> str:
-    """One line, also where ``repr`` has several (arrays) or refuses (integers of thousands of digits)."""
-    try:
-        return " ".join(show(value).split())
-    except ValueError:
-        return f"a huge {type(value).__name__}"

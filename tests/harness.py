@@ -158,6 +158,7 @@ def make_tiny_engine(
     *,
     num_pages: int = 3 * 24,
     backend_class: type[NumpyBackend] = NumpyBackend,
+    runner_class: type[ModelRunner] = ModelRunner,
     batch_invariant: bool = True,
     eos_token_ids: tuple[int, ...] | None = None,
     **options: object,
@@ -171,7 +172,7 @@ def make_tiny_engine(
         model_config = replace(model_config, eos_token_ids=eos_token_ids)
     config = EngineConfig.from_options(**options)
     backend = backend_class(model_config, round_bf16=False, batch_invariant=batch_invariant)
-    runner = ModelRunner(
+    runner = runner_class(
         backend,
         model_config,
         open_weights(TINY, model_config),

@@ -7,34 +7,19 @@ the logits agree bit for bit.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from harness import TINY
-from samir_vllm import Engine, EngineConfig, SamplingParams
-from samir_vllm.backends.numpy_backend import NumpyBackend
-from samir_vllm.config import ModelConfig
+from harness import RecordingBackend, make_tiny_engine
+from samir_vllm import Engine, SamplingParams
 from samir_vllm.model_runner import ModelRunner
 from samir_vllm.sequence import ScheduledStep, StepResult
-from samir_vllm.weights import open_weights
 
-NUM_PAGES = 3 * 24
 NEW_TOKENS = 24
 # FP32 logits of up to about 10 through 3 layers, in another order of summation: 1e-4 at most.
 GAP = 1e-3
-
-
-class RecordingBackend(NumpyBackend):
-    """Keeps the logits of the last step."""
-
-    last_logits: np.ndarray
-
-    def argmax(self, logits: np.ndarray) -> np.ndarray:
-        self.last_logits = logits
-        return super().argmax(logits)
 
 
 class RecordingRunner(ModelRunner):
@@ -46,7 +31,7 @@ class RecordingRunner(ModelRunner):
 
     def run(self, step: ScheduledStep) -> StepResult:
         result = super().run(step)
-        for seq, row in zip(step.sampled(), self.backend.last_logits, strict=True):
+        for seq, row in zip(step.sampled(), self.backend.raw[-1], strict=True):
             self.rows.setdefault(seq.request_id, []).append(row.copy())
         return result
 
@@ -54,22 +39,16 @@ class RecordingRunner(ModelRunner):
 def make_engine(
     batching: str, *, batch_invariant: bool, max_num_seqs: int = 4
 ) -> tuple[Engine, RecordingRunner]:
-    model_config = ModelConfig.from_dir(TINY)
-    # float32: no BF16 rounding, which would turn a difference of one bit into one of 0.4 percent.
-    backend = RecordingBackend(model_config, round_bf16=False, batch_invariant=batch_invariant)
-    runner = RecordingRunner(
-        backend,
-        model_config,
-        open_weights(TINY, model_config),
-        num_pages=NUM_PAGES,
+    engine = make_tiny_engine(
+        backend_class=RecordingBackend,
+        runner_class=RecordingRunner,
+        batch_invariant=batch_invariant,
+        batching=batching,
         max_num_seqs=max_num_seqs,
-        max_pages_per_seq=NUM_PAGES // 3,
+        max_batched_tokens=20,
     )
-    backend.kv_cache[...] = np.nan  # an over-read is loud
-    decoder = SimpleNamespace(push=lambda token: "", flush=lambda: "")
-    tokenizer: Any = SimpleNamespace(vocab_size=512, stream_decoder=lambda: decoder)
-    config = EngineConfig(batching=batching, max_num_seqs=max_num_seqs, max_batched_tokens=20)
-    return Engine.from_parts(config, model_config, tokenizer, runner, num_pages=NUM_PAGES), runner
+    runner: Any = engine._runner
+    return engine, runner
 
 
 def prompts() -> list[list[int]]:

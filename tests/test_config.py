@@ -423,3 +423,11 @@ def test_unknown_option_suggests_the_nearest() -> None:
         EngineConfig.from_options(max_num_seq=4)
     with pytest.raises(OptionError, match="the options are device"):
         EngineConfig.from_options(zzz=4)
+
+
+def test_what_cannot_be_printed_is_refused_in_one_line() -> None:
+    for value, shown in ((10**5000, "a huge int"), (np.eye(3), "array([[1.")):
+        with pytest.raises(OptionError) as caught:
+            EngineConfig.from_options(max_num_seqs=value)
+        assert shown in str(caught.value)
+        assert "\n" not in str(caught.value)

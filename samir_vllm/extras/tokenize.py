@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from samir_vllm.commandline import quoted
 from samir_vllm.errors import ChatError, OptionError
 
 if TYPE_CHECKING:
@@ -82,9 +83,7 @@ def parse_ids(text: str) -> list[int]:
 
 def shown(data: bytes, encoding: str = "utf-8") -> str:
     """A token's bytes to look at: quoted, with escapes for what isn't UTF-8, can't be seen or printed."""
-    text = data.decode("utf-8", errors="backslashreplace")
-    visible = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return f"'{visible.encode(encoding, errors='backslashreplace').decode(encoding)}'"
+    return quoted(data.decode("utf-8", errors="backslashreplace"), encoding)
 
 
 def _check(args: argparse.Namespace) -> None:
