@@ -60,11 +60,11 @@ COMMANDS = {
     ),
 }
 BENCHES = {
-    "cpu": Command("samir_vllm.extras.bench_cpu", "the NumPy backend beside this machine's limits"),
+    "cpu": Command("samir_vllm.extras.bench.cpu", "the NumPy backend beside this machine's limits"),
     "startup": Command(
-        "samir_vllm.extras.bench_startup", "process start to first token, kernel cache cold and warm"
+        "samir_vllm.extras.bench.startup", "process start to first token, kernel cache cold and warm"
     ),
-    "scheduler": Command("samir_vllm.extras.bench_scheduler", "microseconds a step, on a fake model"),
+    "scheduler": Command("samir_vllm.extras.bench.scheduler", "microseconds a step, on a fake model"),
 }
 
 

@@ -10,13 +10,13 @@ import pytest
 from harness import TINY
 from samir_vllm.__main__ import main
 from samir_vllm.config import ModelConfig
-from samir_vllm.extras import bench_cpu, bench_scheduler, bench_startup
+from samir_vllm.extras.bench import cpu, scheduler, startup
 
 
 def test_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(bench_scheduler, "RUNNING", (1, 4))
-    monkeypatch.setattr(bench_scheduler, "WAITING", (0, 50))
-    monkeypatch.setattr(bench_scheduler, "admission_us", lambda count: 1.0)
+    monkeypatch.setattr(scheduler, "RUNNING", (1, 4))
+    monkeypatch.setattr(scheduler, "WAITING", (0, 50))
+    monkeypatch.setattr(scheduler, "admission_us", lambda count: 1.0)
     assert main(["bench", "scheduler", "--steps", "3", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(r["running"], r["waiting"]) for r in rows] == [(1, 0), (1, 50), (4, 0), (4, 50)]
@@ -26,15 +26,15 @@ def test_scheduler(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
 
 def test_admission_ends_every_request() -> None:
-    assert bench_scheduler.admission_us(600) > 0
+    assert scheduler.admission_us(600) > 0
 
 
 @pytest.mark.demo
 def test_cpu(
     demo_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench_cpu, "RULER_BYTES", 1 << 22)
-    monkeypatch.setattr(bench_cpu, "TEXT_BYTES", 1 << 16)
+    monkeypatch.setattr(cpu, "RULER_BYTES", 1 << 22)
+    monkeypatch.setattr(cpu, "TEXT_BYTES", 1 << 16)
     assert main(["bench", "cpu", "--model", str(demo_model_dir), "--new", "4", "--runs", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     # 30 layers of 3,538,944 weights and 1,152 norms, the final norm, and 49,152 x 576 of the head, in FP32
@@ -51,12 +51,12 @@ def test_startup_counts_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """Medians of the warm starts, stage by stage; memory beside the mapping."""
     nbytes = 2 * ModelConfig.from_dir(TINY).num_parameters
 
-    def start(kernels: float, weights: float) -> bench_startup.Start:
+    def start(kernels: float, weights: float) -> startup.Start:
         stages = [add_stage("context", 0.4, background=True), add_stage("kernels", kernels)]
         stages += [add_stage("weights", weights)]
-        return bench_startup.Start("numpy", kernels + weights, stages, nbytes + 1000)
+        return startup.Start("numpy", kernels + weights, stages, nbytes + 1000)
 
-    report = bench_startup.make_report(TINY, start(9, 1), [start(2, 1), start(1, 3), start(3, 2)])
+    report = startup.make_report(TINY, start(9, 1), [start(2, 1), start(1, 3), start(3, 2)])
     assert (report["cold_seconds"], report["warm_seconds"]) == (10, 4)
     assert report["warm_seconds_each"] == [3, 4, 5]
     kernels = next(s for s in report["stages"] if s["name"] == "kernels")

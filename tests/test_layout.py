@@ -49,6 +49,11 @@ def unit(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+def leaf(path: Path) -> str:
+    """The extra, a module or a folder, that a file belongs to."""
+    return path.relative_to(PACKAGE).parts[1].removesuffix(".py")
+
+
 def wrong_imports(path: Path) -> list[str]:
     own, wrong = unit(path), []
     for name in imports(path):
@@ -57,7 +62,7 @@ def wrong_imports(path: Path) -> list[str]:
             continue
         other = parts[1]
         if other == own:
-            if own == "extras" and len(parts) > 2 and parts[2] != path.stem:
+            if own == "extras" and len(parts) > 2 and parts[2] != leaf(path):
                 wrong.append(name)
         elif LEVEL[other] >= LEVEL[own] and (own, other) not in ALLOWED:
             wrong.append(name)

@@ -31,7 +31,7 @@ if __name__ == "__main__":  # run from a checkout that isn't installed
 from samir_vllm.backends import Backend, select_backend
 from samir_vllm.config import EngineConfig, ModelConfig
 from samir_vllm.errors import OptionError, SamirVllmError
-from samir_vllm.extras.bench_cpu import weight_bytes
+from samir_vllm.extras.bench.cpu import weight_bytes
 from samir_vllm.model_runner import ModelRunner
 from samir_vllm.sampling import TokenSampling
 from samir_vllm.sequence import ScheduledStep, Sequence
