@@ -1,1 +1,1 @@
-"""``python -m samir_vllm bench``: one module for each thing that is measured; they share this folder alone."""
+"""``python -m samir_vllm bench``: a module for each thing that is measured; they may share this folder."""
