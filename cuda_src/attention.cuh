@@ -13,7 +13,6 @@
 #include "common.cuh"
 
 constexpr int KV_TILE = 64;
-constexpr int KV_SPLIT = 256;
 constexpr int GROUP = NUM_HEADS / NUM_KV_HEADS;  // query heads of one KV head
 constexpr int ROW_CHUNKS = HEAD_DIM / 8;         // 16-byte pieces of a row of K or V
 constexpr float LOG2_E = 1.4426950408889634f;

@@ -9,6 +9,7 @@
 typedef unsigned short bf16;
 
 constexpr unsigned int FULL_MASK = 0xffffffffu;
+constexpr int KV_SPLIT = 256;  // KV tokens of one partial softmax of attention
 
 __device__ __forceinline__ float bf16_to_float(unsigned int bits) { return __uint_as_float(bits << 16); }
 

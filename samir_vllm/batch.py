@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from samir_vllm.backends import CHOSEN
 from samir_vllm.sequence import ScheduledStep
 
 
@@ -19,7 +20,7 @@ class Batch:
     T tokens of S sequences, L rows whose logits are wanted.
     """
 
-    token_ids: np.ndarray  # [T]
+    token_ids: np.ndarray  # [T]      CHOSEN where only the device knows it
     positions: np.ndarray  # [T]      absolute RoPE position of each token
     cu_seqlens_q: np.ndarray  # [S + 1]  prefix sums of the tokens each sequence has in this step
     seq_lens: np.ndarray  # [S]      KV length, this step's tokens included
@@ -34,16 +35,18 @@ def build_batch(step: ScheduledStep) -> Batch:
     """Arrays for a step that is not empty."""
     decodes, prefills = step.decodes, step.prefills
     # Lists of all decodes at once, converted once: the cost per sequence is what bounds a large batch.
-    token_ids = [s.token_ids[-1] for s in decodes]
-    positions = [s.num_computed_tokens for s in decodes]
+    positions = [s.num_launched_tokens for s in decodes]
+    token_ids = [
+        s.token_ids[p] if p < len(s.token_ids) else CHOSEN for s, p in zip(decodes, positions, strict=True)
+    ]
     seq_lens = [p + 1 for p in positions]
     slots = [s.slot for s in decodes]
     ends = list(range(1, len(decodes) + 1))
     logit_rows = list(range(len(decodes)))
     logit_slots = slots.copy()
-    num_outputs = [len(s.token_ids) - s.num_prompt_tokens for s in decodes]
+    num_outputs = [p + 1 - s.num_prompt_tokens for s, p in zip(decodes, positions, strict=True)]
     for seq, chunk in prefills:
-        start = seq.num_computed_tokens
+        start = seq.num_launched_tokens
         stop = start + chunk
         token_ids += seq.token_ids[start:stop]
         positions += range(start, stop)

@@ -1,7 +1,9 @@
 """The engine: text in, text out; many requests at once.
 
-``step`` is three moves: schedule, run, postprocess. An engine belongs to one thread; others hand it
-requests with ``submit``. Knows no command line and no protocol; what a device is, only the backend knows.
+``step`` is three moves: schedule, run, postprocess. Where the runner allows it the next step is launched
+before the results of the one before are read, so that a GPU never waits for Python; text is made while it
+works. An engine belongs to one thread; others hand it requests with ``submit``. Knows no command line and no
+protocol; what a device is, only the backend knows.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import queue
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, overload
 
@@ -57,9 +61,26 @@ log = logging.getLogger("samir_vllm")
 
 
 class Runner(Protocol):
-    """What the engine needs of a model: the results of a step."""
+    """What the engine needs of a model: steps, and their results."""
 
-    def run(self, step: ScheduledStep) -> StepResult: ...
+    @property
+    def steps_ahead(self) -> int:
+        """How many steps may be launched on top of one whose results have not been read: 0 or more."""
+
+    def launch(self, step: ScheduledStep) -> Callable[[], StepResult]:
+        """Starts a step that isn't empty; what is returned waits for its results, as often as it is called.
+
+        A step that raises has not been launched, as far as the engine is concerned, and may come again.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step under way."""
+
+    step: ScheduledStep
+    result: Callable[[], StepResult]
+    started: float  # seconds
 
 
 class Engine:
@@ -148,6 +169,9 @@ class Engine:
         self._ids = itertools.count()
         self._held: list[StepOutput] = []  # for the next `step`
         self._outboxes: dict[str, list[StepOutput]] = {}  # of requests that `generate` or a stream waits for
+        self._launched: deque[_Launched] = deque()  # the oldest first
+        self._booked: list[Sequence] = []  # they have a token, or have ended, and nobody has been told
+        self._last_end = 0.0  # of the step before, seconds
         self.on_step: Callable[[StepRecord], None] | None = None
         self._ended: list[tuple[str, FinishReason]] = []  # for on_step
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -307,6 +331,7 @@ class Engine:
         Returns:
             What it had generated; None if no such request is live (never was, or has ended).
         """
+        self._deliver(self._postprocess())  # what an interruption has left
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -383,7 +408,7 @@ class Engine:
     # Running
 
     def step(self) -> list[StepOutput]:
-        """Run one step: the decodes of all running requests, and some prefill beside them.
+        """Finish one step: the decodes of all running requests, and some prefill beside them.
 
         Returns:
             One output for each answer that got a token or ended.
@@ -394,7 +419,9 @@ class Engine:
 
     def _pump(self) -> None:
         """One step, each output to whom it concerns."""
-        outputs = self._advance()
+        self._deliver(self._advance())
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
         if not self._outboxes:
             self._held += outputs
             return
@@ -405,19 +432,56 @@ class Engine:
 
     def _advance(self) -> list[StepOutput]:
         self._take_inbox()
-        step = self.scheduler.schedule()
-        started = time.perf_counter()
+        outputs = self._postprocess()  # what an interruption has left
+        outputs += self._launch(self._runner.steps_ahead + 1)
+        if self._launched:
+            outputs += self._read()
+        return outputs
+
+    def _launch(self, depth: int) -> list[StepOutput]:
+        """Launch steps until ``depth`` are under way or there is none; the outputs of what failed."""
+        outputs: list[StepOutput] = []
+        while len(self._launched) < depth:
+            step, started = self.scheduler.schedule(), time.perf_counter()
+            if step.is_empty:
+                break
+            try:
+                result = self._runner.launch(step)
+            except InvariantError:
+                raise
+            except Exception as exc:
+                outputs += self._fail(step, exc)
+                self._tell(step, started)
+                break
+            self._launched.append(_Launched(step, result, started))
+            self.scheduler.launched(step)
+        return outputs
+
+    def _read(self) -> list[StepOutput]:
+        """The results of the oldest step under way."""
+        launched = self._launched[0]
+        step = launched.step
         try:
-            result = self._runner.run(step)
+            result = launched.result()
         except InvariantError:
+            self._launched.popleft()
             raise
         except Exception as exc:
+            self._launched.popleft()
             outputs = self._fail(step, exc)
         else:
-            outputs = self._postprocess(step, result)
-        if self.on_step is not None:
-            self.on_step(self._record(step, started))
+            self._book(step, result)
+            self._launched.popleft()
+            # Whoever reads a step late launches the next one first: the device shall not wait for text.
+            outputs = self._launch(self._runner.steps_ahead + 1) if self._runner.steps_ahead else []
+            outputs += self._postprocess()
+        self._tell(step, launched.started)
         return outputs
+
+    def _tell(self, step: ScheduledStep, started: float) -> None:
+        if self.on_step is not None:
+            self.on_step(self._record(step, max(started, self._last_end)))
+        self._last_end = time.perf_counter()
 
     def _record(self, step: ScheduledStep, started: float) -> StepRecord:
         ended, self._ended = self._ended, []
@@ -433,11 +497,16 @@ class Engine:
             num_used_pages=self.pool.num_used,
         )
 
-    def _postprocess(self, step: ScheduledStep, result: StepResult) -> list[StepOutput]:
+    def _book(self, step: ScheduledStep, result: StepResult) -> None:
         if result.logprobs is not None or result.prompt_logprobs:
             self._book_logprobs(step, result)
+        self._booked = self.scheduler.commit(step, result.token_ids)
+
+    def _postprocess(self) -> list[StepOutput]:
+        """Tell of the sequences that the last step gave something; what they say becomes text."""
+        booked, self._booked = self._booked, []
         outputs = []
-        for seq in self.scheduler.commit(step, result.token_ids):
+        for seq in booked:
             answer = self._answers[seq.request_id]
             text = ""
             if seq.finish_reason is None:
@@ -453,11 +522,12 @@ class Engine:
     def _book_logprobs(self, step: ScheduledStep, result: StepResult) -> None:
         """Before the step is committed: only now do the sequences tell where its tokens belong."""
         for seq, prompt_logprobs in result.prompt_logprobs:
-            request = self._requests[self._answers[seq.request_id].request_id]
-            request.book_prompt_logprobs(seq.num_computed_tokens, prompt_logprobs)
+            if not seq.is_finished:
+                request = self._requests[self._answers[seq.request_id].request_id]
+                request.book_prompt_logprobs(seq.num_computed_tokens, prompt_logprobs)
         if result.logprobs is not None:
             for seq, logprobs in zip(step.sampled(), result.logprobs, strict=True):
-                if logprobs is not None:
+                if logprobs is not None and not seq.is_finished:
                     self._answers[seq.request_id].book_logprobs(logprobs)
 
     def _fail(self, step: ScheduledStep, exc: Exception) -> list[StepOutput]:
@@ -465,8 +535,8 @@ class Engine:
         log.error("a step failed", exc_info=exc)
         outputs = []
         for seq in [*step.decodes, *(s for s, _ in step.prefills)]:
-            self.scheduler.abort(seq, "error", f"{type(exc).__name__}: {' '.join(str(exc).split())}")
-            outputs.append(self._finish(self._answers[seq.request_id]))
+            if self.scheduler.abort(seq, "error", f"{type(exc).__name__}: {' '.join(str(exc).split())}"):
+                outputs.append(self._finish(self._answers[seq.request_id]))
         return outputs
 
     def _finish(self, answer: Answer, text: str = "") -> StepOutput:

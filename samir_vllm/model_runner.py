@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from samir_vllm.backends import LOGPROB_ROWS, Array, Backend
 from samir_vllm.batch import build_batch
 from samir_vllm.config import NAN_TOKEN, ModelConfig
-from samir_vllm.llama import gemm_shapes, hidden_states, load_weights
+from samir_vllm.decode_loop import DecodeLoop, StepArrays, run_step
+from samir_vllm.llama import gemm_shapes, load_weights
 from samir_vllm.sequence import ScheduledStep, Sequence, StepResult, TokenLogprobs
 from samir_vllm.timing import StartupTimes
 
@@ -48,6 +48,7 @@ class ModelRunner:
         """
         self.backend = backend
         self.config = config
+        self.steps_ahead = backend.steps_ahead
         # A step must not ask each sequence what it wants: plain greedy ones would pay for it.
         self._sampling_slots: set[int] = set()  # where the backend has something to forget
         self._logprob_seqs: dict[int, Sequence] = {}  # by slot, those that want log-probabilities
@@ -59,31 +60,45 @@ class ModelRunner:
             with times.stage("weights"):
                 self.weights = load_weights(backend, config, tensors, progress)
             backend.check_gemm_order(gemm_shapes(self.weights))
+        self._decode_loop = DecodeLoop(backend, self.weights)
 
-    def run(self, step: ScheduledStep) -> StepResult:
-        """One forward pass."""
+    def launch(self, step: ScheduledStep) -> Callable[[], StepResult]:
+        """Start one forward pass; what is returned waits for its results."""
         if step.is_empty:
-            return StepResult([])
-        backend = self.backend
+            return lambda: StepResult([])
+        backend, num_rows = self.backend, len(step.sampled())
         with backend.active():
+            for seq, page_ids in step.admitted:
+                self._admit(seq, page_ids)
+            arrays = self._decode_loop.run(step.decodes) if not step.prefills else self._run_mixed(step)
+            read_tokens = backend.read_later(arrays.token_ids[:num_rows])
+            read_logprobs = read_prompts = None
             if self._logprob_seqs:
                 self._logprob_seqs = {i: s for i, s in self._logprob_seqs.items() if not s.is_finished}
-            for seq, page_ids in step.admitted:
-                backend.set_block_table(seq.slot, page_ids)
-                self._set_sampling(seq)
-            inputs = backend.stage(build_batch(step))
-            x = hidden_states(backend, self.weights, inputs)  # [T, hidden]
-            logits = self._logits(x, inputs.logit_rows)  # [L, vocab_size]
-            chosen = backend.choose_tokens(logits, inputs)  # [L]
-            result = StepResult(backend.to_numpy(chosen).tolist())
-            if self._logprob_seqs:
-                result.logprobs = self._logprobs(step, result.token_ids, logits, chosen, inputs)
-                result.prompt_logprobs = self._prompt_logprobs(step, x)  # last: into the memory of `logits`
+                read_logprobs = self._logprobs(step, arrays)
+                read_prompts = self._prompt_logprobs(step, arrays)  # last: into the memory of the logits
+
+        def result() -> StepResult:
+            with backend.active():
+                token_ids = read_tokens()[0].tolist()
+                logprobs = read_logprobs(token_ids) if read_logprobs else None
+                return StepResult(token_ids, logprobs, read_prompts() if read_prompts else [])
+
         return result
 
-    def _set_sampling(self, seq: Sequence) -> None:
-        """Tell the backend how the slot's new sequence chooses; it knows where all have been greedy."""
+    def run(self, step: ScheduledStep) -> StepResult:
+        """One forward pass, and its results."""
+        return self.launch(step)()
+
+    def _run_mixed(self, step: ScheduledStep) -> StepArrays:
+        """A step with prefill in it, launched operation by operation."""
+        return run_step(self.backend, self.weights, self.backend.stage(build_batch(step)))
+
+    def _admit(self, seq: Sequence, page_ids: np.ndarray) -> None:
+        """Tell the backend of the slot's new sequence; it knows where all have chosen greedily."""
         slot, sampling = seq.slot, seq.sampling
+        self.backend.set_block_table(slot, page_ids)
+        self.backend.set_stop_ids(slot, seq.stop_ids)
         if sampling is not None and not sampling.is_argmax:
             self._sampling_slots.add(slot)
             self.backend.set_sampling(slot, sampling, seq.token_ids[: seq.num_prompt_tokens])
@@ -93,55 +108,64 @@ class ModelRunner:
         if sampling is not None and (sampling.params.logprobs is not None or _wants_prompt(seq)):
             self._logprob_seqs[slot] = seq
 
-    def _logits(self, x: Array, rows: Array) -> Array:
-        return self.backend.logits(x, self.weights.norm, self.weights.lm_head, rows)
-
     def _logprobs(
-        self, step: ScheduledStep, token_ids: list[int], logits: Array, chosen: Array, inputs: Any
-    ) -> list[TokenLogprobs | None] | None:
+        self, step: ScheduledStep, arrays: StepArrays
+    ) -> Callable[[list[int]], list[TokenLogprobs | None]] | None:
         """Of the chosen tokens, from the raw logits; None for NaN, and for those who don't want them."""
         wanted = [None if s.sampling is None else s.sampling.params.logprobs for s in step.sampled()]
         if all(count is None for count in wanted):
             return None
-        backend = self.backend
-        if not inputs.is_argmax:
-            backend.restore_logits(logits, inputs)
-        if NAN_TOKEN in token_ids:  # no row can be asked for it
-            chosen = backend.from_numpy(np.maximum(np.array(token_ids, np.int32), 0))
-        rows = self._log_probs(logits, chosen, max(count or 0 for count in wanted))
-        return [
-            None if count is None or token == NAN_TOKEN else rows.of(i, token, count)
-            for i, (token, count) in enumerate(zip(token_ids, wanted, strict=True))
-        ]
+        if not arrays.inputs.is_argmax:
+            self.backend.restore_logits(arrays.logits, arrays.inputs)
+        read = self._log_probs(arrays.logits, arrays.token_ids, max(count or 0 for count in wanted))
 
-    def _prompt_logprobs(self, step: ScheduledStep, x: Array) -> list[tuple[Sequence, list[TokenLogprobs]]]:
+        def result(token_ids: list[int]) -> list[TokenLogprobs | None]:
+            rows = read()
+            return [
+                None if count is None or token == NAN_TOKEN else rows.of(i, token, count)
+                for i, (token, count) in enumerate(zip(token_ids, wanted, strict=True))
+            ]
+
+        return result
+
+    def _prompt_logprobs(
+        self, step: ScheduledStep, arrays: StepArrays
+    ) -> Callable[[], list[tuple[Sequence, list[TokenLogprobs]]]]:
         """Of the prompt tokens that follow those of each chunk, for the sequences that want them."""
-        found = []
+        reads = []
         row = len(step.decodes)
         for seq, chunk in step.prefills:
             if _wants_prompt(seq):
-                found.append((seq, self._chunk_logprobs(x, row, seq, chunk)))
+                reads.append((seq, self._chunk_logprobs(arrays.hidden, row, seq, chunk)))
             row += chunk
-        return found
+        return lambda: [(seq, read()) for seq, read in reads]
 
-    def _chunk_logprobs(self, x: Array, row: int, seq: Sequence, chunk: int) -> list[TokenLogprobs]:
+    def _chunk_logprobs(
+        self, x: Array, row: int, seq: Sequence, chunk: int
+    ) -> Callable[[], list[TokenLogprobs]]:
         """Of a chunk whose first token is row ``row`` of ``x``; its last may predict none of the prompt."""
         assert seq.sampling is not None
-        start = seq.num_computed_tokens
+        start, count = seq.num_launched_tokens, seq.sampling.params.prompt_logprobs or 0
         targets = seq.token_ids[start + 1 : min(start + chunk + 1, seq.num_prompt_tokens)]
-        found: list[TokenLogprobs] = []
+        reads = []
         for i in range(0, len(targets), LOGPROB_ROWS):
             token_ids = targets[i : i + LOGPROB_ROWS]
             rows = np.arange(row + i, row + i + len(token_ids), dtype=np.int32)
-            logits = self._logits(x, self.backend.from_numpy(rows))
+            logits = self.backend.logits(
+                x, self.weights.norm, self.weights.lm_head, self.backend.from_numpy(rows)
+            )
             ids = self.backend.from_numpy(np.array(token_ids, np.int32))
-            count = seq.sampling.params.prompt_logprobs or 0
-            found_here = self._log_probs(logits, ids, count)
-            found += [found_here.of(n, token, count) for n, token in enumerate(token_ids)]
-        return found
+            reads.append((token_ids, self._log_probs(logits, ids, count)))
 
-    def _log_probs(self, logits: Array, ids: Array, count: int) -> _Rows:
-        return _Rows(*map(self.backend.to_numpy, self.backend.log_probs(logits, ids, count)))
+        def result() -> list[TokenLogprobs]:
+            found = [(ids, read()) for ids, read in reads]
+            return [rows.of(n, token, count) for ids, rows in found for n, token in enumerate(ids)]
+
+        return result
+
+    def _log_probs(self, logits: Array, ids: Array, count: int) -> Callable[[], _Rows]:
+        read = self.backend.read_later(*self.backend.log_probs(logits, ids, count))
+        return lambda: _Rows(*read())
 
 
 @dataclass(frozen=True, slots=True)

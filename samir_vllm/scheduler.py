@@ -2,6 +2,8 @@
 
 A request's whole credit (every page it can ever need, in every layer) is reserved at admission and comes
 back whole at its end. That rules out preemption and deadlock: whatever runs can run to its end.
+Steps may be scheduled and launched before the results of earlier ones are known: how far a step brings a
+sequence needs no result; that a token has ended it comes to light when the step is committed.
 K and V of a sequence that has ended may be retained, until a sequence that begins with the same tokens takes
 them over or their pages are needed: they stand in nobody's way.
 Knows no device, no text and no clock but the one it is given.
@@ -67,8 +69,9 @@ class Scheduler:
         # abort leaves from anywhere.
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._prefilling: list[Sequence] = []
-        self._decoding: list[Sequence] = []
-        # Until `commit`: a step that was interrupted is scheduled again, block tables included.
+        self._decoding: list[Sequence] = []  # a new list at every change: steps refer to the old one
+        self._ending: list[Sequence] = []  # their last step is under way
+        # Until `launched`: a step that was interrupted is scheduled again, block tables included.
         self._admitted: list[tuple[Sequence, np.ndarray]] = []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._retained: OrderedDict[_Retained, None] = OrderedDict()  # the least recent first
@@ -77,7 +80,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Admitted and not finished."""
-        return len(self._prefilling) + len(self._decoding)
+        return len(self._prefilling) + len(self._decoding) + len(self._ending)
 
     @property
     def num_waiting(self) -> int:
@@ -87,11 +90,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Something is waiting or running."""
-        return bool(self.waiting or self._prefilling or self._decoding)
+        return bool(self.waiting or self._prefilling or self._decoding or self._ending)
 
     def running(self) -> list[Sequence]:
         """The admitted sequences."""
-        return self._decoding + self._prefilling
+        return self._decoding + self._ending + self._prefilling
 
     def credit_of(self, seq: Sequence) -> int:
         """Pages, over all layers, that ``seq`` reserves at admission."""
@@ -120,14 +123,17 @@ class Scheduler:
         self.waiting[seq.request_id] = seq
 
     def schedule(self) -> ScheduledStep:
-        """Admit what fits, then choose this step's tokens: every decode, and prefill up to the bound."""
+        """Admit what fits, then choose the next step's tokens: every decode, and prefill up to the bound.
+
+        It is the same step again until ``launched`` is called, unless something was added or aborted.
+        """
         self._admit()
         prefills: list[tuple[Sequence, int]] = []
         budget = self.max_batched_tokens
         for seq in self._prefilling:
             if budget == 0:
                 break
-            chunk = min(budget, seq.num_prompt_tokens - seq.num_computed_tokens)
+            chunk = min(budget, seq.num_prompt_tokens - seq.num_launched_tokens)
             prefills.append((seq, chunk))
             budget -= chunk
         # Copies of what later grows in place; `_decoding` never does.
@@ -160,7 +166,8 @@ class Scheduler:
         self._forget(taken)  # out of the way of `_make_room`, while the pages stay its own
         self._make_room(credit - taken.pages_per_layer * self.num_layers)
         # One token at least must run, to give logits.
-        seq.num_cached_tokens = seq.num_computed_tokens = min(common, seq.num_prompt_tokens - 1)
+        seq.num_cached_tokens = min(common, seq.num_prompt_tokens - 1)
+        seq.num_computed_tokens = seq.num_launched_tokens = seq.num_cached_tokens
         source = _page_sources(self.num_layers, taken.pages_per_layer, seq.pages_per_layer)
         return self.pool.transfer(taken, seq.request_id, source)
 
@@ -205,17 +212,31 @@ class Scheduler:
         self._retained[retained] = None
         self.num_retained_pages += retained.pages_per_layer * self.num_layers
 
-    def commit(self, step: ScheduledStep, token_ids: list[int]) -> list[Sequence]:
-        """Book the results of a step.
+    def launched(self, step: ScheduledStep) -> None:
+        """Book that a step is under way, so that the next one can be scheduled.
 
         Args:
-            step: what ``schedule`` returned.
+            step: what ``schedule`` returned last.
+        """
+        self._admitted = []
+        for seq, chunk in step.prefills:
+            seq.num_launched_tokens += chunk
+        for seq in step.decodes:
+            seq.num_launched_tokens += 1
+        self._regroup()
+
+    def commit(self, step: ScheduledStep, token_ids: list[int]) -> list[Sequence]:
+        """Book the results of a step. Steps are committed in the order in which they were launched.
+
+        Args:
+            step: what ``schedule`` returned, and ``launched`` was told.
             token_ids: one for each of ``step.sampled()``, in that order; ``NAN_TOKEN`` for a row without
                 a usable maximum.
 
         Returns:
-            The sequences that got a token or ended by an error, in the same order. One that was aborted
-            after ``schedule`` is not among them; its token is dropped.
+            The sequences that got a token or ended by an error, in the same order. One that had ended already
+            (aborted after ``schedule``, or by a token of the step before) is not among them; its token is
+            dropped.
 
         Raises:
             InvariantError: the number of token ids is wrong. Nothing is booked.
@@ -223,12 +244,12 @@ class Scheduler:
         sampled = step.sampled()
         if len(token_ids) != len(sampled):
             raise InvariantError(f"the runner gave {len(token_ids)} tokens for {len(sampled)} sequences")
-        self._admitted = []
         for seq, chunk in step.prefills:
             seq.num_computed_tokens += chunk
         for seq in step.decodes:
             seq.num_computed_tokens += 1
         booked: list[Sequence] = []
+        ended = False
         now = self._clock()
         for seq, token in zip(sampled, token_ids, strict=True):
             if seq.is_finished:
@@ -236,34 +257,43 @@ class Scheduler:
             booked.append(seq)
             if token == NAN_TOKEN:
                 self._end(seq, "error", "NaN in the logits: the weights may be damaged, get them again")
+                ended = True
                 continue
             seq.token_ids.append(token)
             if seq.first_token_time is None:
                 seq.first_token_time = now
             if token in seq.stop_ids:
                 self._end(seq, "stop")
+                ended = True
             elif seq.num_output_tokens >= seq.max_tokens:
                 self._end(seq, "length")
-        self._regroup()
+                ended = True
+        if ended:
+            self._regroup()
         return booked
 
     def _regroup(self) -> None:
-        """Drop what ended and move what has its whole prompt from prefill to decode."""
-        # A new list: a ScheduledStep still refers to the old one.
-        self._decoding = [seq for seq in self._decoding if not seq.is_finished]
-        still: list[Sequence] = []
+        """Drop what ended, move whole prompts on to decode, and out of it what needs no more steps."""
+        if self._ending:
+            self._ending = [seq for seq in self._ending if not seq.is_finished]
+        decoding = [seq for seq in self._decoding if seq.needs_steps and not seq.is_finished]
+        if len(decoding) < len(self._decoding):
+            self._ending += [s for s in self._decoding if not (s.needs_steps or s.is_finished)]
+        prefilling: list[Sequence] = []
         for seq in self._prefilling:
             if seq.is_finished:
                 continue
-            if seq.num_computed_tokens == seq.num_prompt_tokens:
-                seq.status = SequenceStatus.DECODE
-                self._decoding.append(seq)
-            else:
-                still.append(seq)
-        self._prefilling = still
+            if seq.num_launched_tokens < seq.num_prompt_tokens:
+                prefilling.append(seq)
+                continue
+            seq.status = SequenceStatus.DECODE
+            (decoding if seq.needs_steps else self._ending).append(seq)
+        self._prefilling = prefilling
+        if decoding != self._decoding:
+            self._decoding = decoding
 
     def abort(self, seq: Sequence, reason: FinishReason = "abort", error: str | None = None) -> bool:
-        """End ``seq`` now, wherever it is, even between ``schedule`` and ``commit``.
+        """End ``seq`` now, wherever it is, even while a step of its is under way.
 
         Its pages are free, or retained as far as committed steps have written them.
 

@@ -29,9 +29,11 @@ class SequenceStatus(enum.Enum):
 class Sequence:
     """Token ids and progress of one request.
 
-    ``token_ids`` holds the prompt and then the output. ``num_computed_tokens`` counts tokens whose K and
-    V are written: during decode it is always ``len(token_ids) - 1``, the newest token being the next input.
-    ``num_cached_tokens`` of them were there at admission, taken over from a sequence that had ended.
+    ``token_ids`` holds the prompt and then the output, as far as it is known here. ``num_computed_tokens``
+    counts tokens whose K and V are written, by steps whose results have been read: during decode it is always
+    ``len(token_ids) - 1``, the newest token being the next input. ``num_launched_tokens`` counts those of
+    steps under way, too: it may run ahead of the tokens that are known. ``num_cached_tokens`` were there at
+    admission, taken over from a sequence that had ended.
     Times are seconds of the engine's clock, None until they happen.
     """
 
@@ -45,6 +47,7 @@ class Sequence:
         "max_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_launched_tokens",
         "num_prompt_tokens",
         "request_id",
         "retain_kv",
@@ -89,6 +92,7 @@ class Sequence:
         self.retain_kv = retain_kv
         self.reuse_kv = reuse_kv
         self.num_computed_tokens = 0
+        self.num_launched_tokens = 0
         self.num_cached_tokens = 0
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
@@ -118,6 +122,11 @@ class Sequence:
         return -(-(self.num_prompt_tokens + self.max_tokens - 1) // PAGE_SIZE)
 
     @property
+    def needs_steps(self) -> bool:
+        """Whether the steps launched so far leave tokens to be made, should nothing end it early."""
+        return self.num_launched_tokens < self.num_prompt_tokens + self.max_tokens - 1
+
+    @property
     def is_finished(self) -> bool:
         """True once a finish reason is set."""
         return self.finish_reason is not None
@@ -132,9 +141,14 @@ class ScheduledStep:
     page ids, int32 [num_layers, pages_per_layer].
     """
 
-    decodes: list[Sequence]
+    decodes: list[Sequence]  # the same list as in the step before where the same sequences decode
     prefills: list[tuple[Sequence, int]]
     admitted: list[tuple[Sequence, np.ndarray]]
+    _ends: list[Sequence] = field(init=False, repr=False)  # those whose prompt is complete in this step
+
+    def __post_init__(self) -> None:
+        # Now: when the results are read, later steps may have been launched.
+        self._ends = [s for s, n in self.prefills if s.num_launched_tokens + n == s.num_prompt_tokens]
 
     @property
     def is_empty(self) -> bool:
@@ -143,8 +157,7 @@ class ScheduledStep:
 
     def sampled(self) -> list[Sequence]:
         """The sequences that get a token from this step, in the order of the batch's logits rows."""
-        ends = [s for s, n in self.prefills if s.num_computed_tokens + n == s.num_prompt_tokens]
-        return self.decodes + ends
+        return self.decodes + self._ends
 
 
 @dataclass(frozen=True, slots=True)

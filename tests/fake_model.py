@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import codecs
 import zlib
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from samir_vllm.backends import CHOSEN
 from samir_vllm.backends.reference_sampler import Adjustments, sample_row, settings_of
 from samir_vllm.batch import build_batch
 from samir_vllm.config import NAN_TOKEN, PAGE_SIZE, EngineConfig, ModelConfig
@@ -25,9 +27,6 @@ VOCAB_SIZE = 272
 """Of the model; the tokenizer knows 256 ids, so some tokens have no text, as with a padded vocabulary."""
 
 PLAIN = SamplingParams()
-
-IDLE_STEPS = 100
-"""So many steps in a row with nothing to run mean that somebody waits for what never comes."""
 
 
 def next_token(token_ids: Seq[int]) -> int:
@@ -85,33 +84,54 @@ def logprobs_of(token_ids: Seq[int], token: int, count: int) -> TokenLogprobs:
 class FakeRunner:
     """Implements ``engine.Runner``.
 
+    With ``steps_ahead`` it remembers what it said, as a GPU does, and the engine must launch steps whose
+    tokens only it knows. Each step's work is done when it is launched, as on a stream.
+
     ``nan_at``: request id -> the output token (0 the first) that comes out NaN. ``raise_at``: number of the
-    run (0 the first; empty steps don't count) -> what it raises, once K and V of the step are written.
-    ``says``: token ids it says over and over, if any. ``steps``: (decodes, prefills) of each run.
+    run (0 the first) -> what it raises, once K and V of the step are written; ``raise_late``: the same when
+    the result is asked for, the first time. ``says``: token ids it says over and over, if any. ``steps``:
+    (decodes, prefills) of each run.
     """
 
-    def __init__(self, num_pages: int, *, samples: bool = False) -> None:
+    def __init__(self, num_pages: int, *, samples: bool = False, steps_ahead: int = 0) -> None:
         self.samples = samples
+        self.steps_ahead = steps_ahead
         self.kv = np.full((num_pages, PAGE_SIZE), -1, np.int64)
         self.block_tables: dict[int, np.ndarray] = {}
         self.nan_at: dict[str, int] = {}
         self.raise_at: dict[int, BaseException] = {}
+        self.raise_late: dict[int, BaseException] = {}
         self.says: list[int] = []
         self.steps: list[tuple[list[str], list[tuple[str, int]]]] = []
-        self._num_runs = 0
-        self._idle_steps = 0
+        self._unread: set[int] = set()
+        self._kept: dict[
+            tuple[int, int], int
+        ] = {}  # (slot, even or odd place) -> token, CHOSEN after the end
 
-    def run(self, step: ScheduledStep) -> StepResult:
+    def launch(self, step: ScheduledStep) -> Callable[[], StepResult]:
         if step.is_empty:
-            self._idle_steps += 1
-            if self._idle_steps > IDLE_STEPS:
-                raise InvariantError("the engine steps on and on with nothing to run")
-            return StepResult([])
-        self._idle_steps = 0
+            raise InvariantError("the engine launches a step with nothing to run")
+        if len(self._unread) > self.steps_ahead:
+            raise InvariantError("the engine runs further ahead than it may")
+        number = len(self.steps)
+        result = self._run(step)
+        self._unread.add(number)
+
+        def read() -> StepResult:
+            if (exc := self.raise_late.pop(number, None)) is not None:
+                if isinstance(exc, Exception):
+                    self._unread.discard(number)
+                raise exc
+            self._unread.discard(number)
+            return result
+
+        return read
+
+    def _run(self, step: ScheduledStep) -> StepResult:
+        live = [*step.decodes, *(seq for seq, _ in step.prefills), *(seq for seq, _ in step.admitted)]
         self.steps.append(
             ([s.request_id for s in step.decodes], [(s.request_id, chunk) for s, chunk in step.prefills])
         )
-        live = [*step.decodes, *(seq for seq, _ in step.prefills), *(seq for seq, _ in step.admitted)]
         if any(seq.slot < 0 for seq in live):
             raise InvariantError("a sequence without a slot is scheduled")
         for seq, page_ids in step.admitted:
@@ -119,51 +139,56 @@ class FakeRunner:
             behind = np.arange(seq.num_cached_tokens, page_ids.shape[1] * PAGE_SIZE)
             self.kv[page_ids[:, behind // PAGE_SIZE], behind % PAGE_SIZE] = -1
         result = self._forward(step)
-        self._num_runs += 1
-        if (exc := self.raise_at.get(self._num_runs - 1)) is not None:
+        if (exc := self.raise_at.get(len(self.steps) - 1)) is not None:
             raise exc
-        for i, seq in enumerate(step.sampled()):
-            if self.nan_at.get(seq.request_id) == seq.num_output_tokens:
-                result.token_ids[i] = NAN_TOKEN
-                if result.logprobs is not None:
-                    result.logprobs[i] = None
         return result
 
     def _forward(self, step: ScheduledStep) -> StepResult:
         batch = build_batch(step)
-        wanted, result = set(batch.logit_rows.tolist()), StepResult([])
+        outputs = dict(zip(batch.logit_rows.tolist(), batch.num_outputs.tolist(), strict=True))
+        result = StepResult([])
         logprobs: list[TokenLogprobs | None] = []
         sequences = [*step.decodes, *(seq for seq, _ in step.prefills)]
         for i, (seq, slot) in enumerate(zip(sequences, batch.slots.tolist(), strict=True)):
             start, stop = batch.cu_seqlens_q[i : i + 2].tolist()
             positions, table = batch.positions[start:stop], self.block_tables[slot]
-            self.kv[table[:, positions // PAGE_SIZE], positions % PAGE_SIZE] = batch.token_ids[start:stop]
+            token_ids = batch.token_ids[start:stop].copy()
+            if token_ids[0] == CHOSEN:
+                token_ids[0] = self._kept[slot, positions[0] % 2]
+            if token_ids[0] < 0:  # it ended in the step before: padding
+                result.token_ids.append(NAN_TOKEN)
+                logprobs.append(None)
+                continue
+            self.kv[table[:, positions // PAGE_SIZE], positions % PAGE_SIZE] = token_ids
             params = PLAIN if seq.sampling is None else seq.sampling.params
-            if stop - 1 not in wanted and params.prompt_logprobs is None:
+            if stop - 1 not in outputs and params.prompt_logprobs is None:
                 continue
             seen = self.kv[table].reshape(len(table), -1)[:, : batch.seq_lens[i]]
             if (seen < 0).any() or (seen != seen[0]).any():
                 raise InvariantError(f"slot {slot} reads K and V that it did not write: {seen.tolist()}")
             ids = seen[0].tolist()
-            if stop - 1 in wanted:
-                token, count = self._choose(seq, ids), params.logprobs
+            if stop - 1 in outputs:
+                token, count = self._choose(seq, ids, outputs[stop - 1]), params.logprobs
+                self._kept[slot, len(ids) % 2] = CHOSEN if token in seq.stop_ids else token
                 result.token_ids.append(token)
-                logprobs.append(None if count is None else logprobs_of(ids, token, count))
+                logprobs.append(None if count is None or token < 0 else logprobs_of(ids, token, count))
             if i >= len(step.decodes) and params.prompt_logprobs is not None:
-                places = range(seq.num_computed_tokens + 1, min(len(ids) + 1, seq.num_prompt_tokens))
+                places = range(int(positions[0]) + 1, min(len(ids) + 1, seq.num_prompt_tokens))
                 found = [logprobs_of(ids[:p], seq.token_ids[p], params.prompt_logprobs) for p in places]
                 result.prompt_logprobs.append((seq, found))
         if any(logprobs):
             result.logprobs = logprobs
         return result
 
-    def _choose(self, seq: Sequence, token_ids: list[int]) -> int:
+    def _choose(self, seq: Sequence, token_ids: list[int], num_outputs: int) -> int:
+        if self.nan_at.get(seq.request_id) == num_outputs:
+            return NAN_TOKEN
         if self.samples:
             sampling = seq.sampling or TokenSampling(PLAIN, 0)
             return sampled_token(token_ids, seq.num_prompt_tokens, sampling)
-        token = self.says[seq.num_output_tokens % len(self.says)] if self.says else next_token(token_ids)
+        token = self.says[num_outputs % len(self.says)] if self.says else next_token(token_ids)
         least = 0 if seq.sampling is None else seq.sampling.params.min_tokens
-        while seq.num_output_tokens < least and token in seq.stop_ids:
+        while num_outputs < least and token in seq.stop_ids:
             token = (token + 1) % VOCAB_SIZE
         return token
 
@@ -227,12 +252,13 @@ def make_engine(
     context: int = 256,
     eos_token_ids: tuple[int, ...] = (),
     samples: bool = False,
+    steps_ahead: int = 0,
     pieces: Seq[bytes] = (),
     **options: object,
 ) -> tuple[Engine, FakeRunner]:
     """An engine on a fresh fake model; ``options`` are those of ``EngineConfig``."""
     model_config = tiny_config(VOCAB_SIZE, num_layers, context, eos_token_ids)
-    runner = FakeRunner(num_pages, samples=samples)
+    runner = FakeRunner(num_pages, samples=samples, steps_ahead=steps_ahead)
     config = EngineConfig.from_options(**options)
     engine = Engine.from_parts(
         config,

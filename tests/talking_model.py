@@ -20,7 +20,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -63,10 +63,16 @@ class ByteChat:
 class TalkingRunner:
     """Implements ``engine.Runner``."""
 
+    steps_ahead = 0
+
     def __init__(self) -> None:
         self._replies: dict[str, Iterator[int]] = {}
 
-    def run(self, step: ScheduledStep) -> StepResult:
+    def launch(self, step: ScheduledStep) -> Callable[[], StepResult]:
+        result = self._run(step)
+        return lambda: result
+
+    def _run(self, step: ScheduledStep) -> StepResult:
         for seq, _ in step.prefills:
             self._listen(seq)
         sampled = step.sampled()

@@ -15,7 +15,7 @@ from samir_vllm.sequence import ScheduledStep, Sequence
 def sequence(prompt: list[int], output: list[int], computed: int, slot: int) -> Sequence:
     seq = Sequence(f"slot-{slot}", prompt, max_tokens=100)
     seq.token_ids += output
-    seq.num_computed_tokens = computed
+    seq.num_launched_tokens = computed
     seq.slot = slot
     return seq
 
@@ -105,7 +105,7 @@ def obvious(step: ScheduledStep) -> dict[str, object]:
     ends = [0]
     logit_rows, logit_slots, num_outputs = [], [], []
     for seq, count in [*((seq, 1) for seq in step.decodes), *step.prefills]:
-        position = seq.num_computed_tokens
+        position = seq.num_launched_tokens
         for _ in range(count):
             arrays["token_ids"].append(seq.token_ids[position])
             arrays["positions"].append(position)

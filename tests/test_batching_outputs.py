@@ -7,6 +7,7 @@ the logits agree bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,8 @@ class RecordingRunner(ModelRunner):
         super().__init__(*args, **kwargs)
         self.rows: dict[str, list[np.ndarray]] = {}
 
-    def run(self, step: ScheduledStep) -> StepResult:
-        result = super().run(step)
+    def launch(self, step: ScheduledStep) -> Callable[[], StepResult]:
+        result = super().launch(step)
         for seq, row in zip(step.sampled(), self.backend.raw[-1], strict=True):
             self.rows.setdefault(seq.request_id, []).append(row.copy())
         return result

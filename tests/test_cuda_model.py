@@ -347,7 +347,7 @@ def test_a_steady_decode_step_allocates_nothing(model_dir: Path) -> None:
 
     def run_step(step: ScheduledStep) -> None:
         for seq, token in zip(sequences, runner.run(step).token_ids, strict=True):
-            seq.num_computed_tokens = len(seq.token_ids)
+            seq.num_launched_tokens = len(seq.token_ids)
             seq.token_ids.append(token)
 
     run_step(step)

@@ -19,6 +19,7 @@ LAYERS = [
     {"sampling"},
     {"tokenizer", "chat", "stopping", "sequence", "page_pool", "weights", "hub", "backends"},
     {"scheduler", "batch", "llama", "outputs"},
+    {"decode_loop"},
     {"model_runner", "answers"},
     {"loading"},
     {"engine"},

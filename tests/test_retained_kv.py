@@ -44,6 +44,7 @@ class Desk:
 
     def step(self) -> ScheduledStep:
         step = self.schedule()
+        self.scheduler.launched(step)
         self.scheduler.commit(step, self.words(len(step.sampled())))
         self.scheduler.pool.check_integrity()
         self.pages.check_retained()
@@ -111,6 +112,7 @@ def test_a_prompt_shorter_than_what_is_retained(length: int) -> None:
     assert step.prefills == [(seq, 1)]
     assert seq.num_cached_tokens == length - 1
     assert desk.scheduler.pool.num_used == pages_for(length)
+    desk.scheduler.launched(step)
     desk.scheduler.commit(step, desk.words(1))
     assert desk.retained == [old[:length]]
 
@@ -250,6 +252,7 @@ def test_abort_before_the_results_are_in(is_committed: bool) -> None:
     step = desk.schedule()
     desk.scheduler.abort(seq)
     if is_committed:
+        desk.scheduler.launched(step)
         desk.scheduler.commit(step, [])
     assert desk.retained == [prompt[:20]]
     assert desk.finish(prompt).num_cached_tokens == 20
@@ -273,6 +276,7 @@ def test_after_an_error_nothing_is_retained(how: str) -> None:
     seq = desk.add(old + desk.words(3), new=3)
     step = desk.schedule()
     if how == "NaN":
+        desk.scheduler.launched(step)
         desk.scheduler.commit(step, [NAN_TOKEN])
     else:
         desk.scheduler.abort(seq, "error", "the device is gone")

@@ -307,6 +307,7 @@ class Duel:
             self.abort(aborted_meanwhile)
         if interrupted:
             return True
+        self.real.launched(step)
         assert [s.request_id for s in self.real.commit(step, tokens)] == self.sim.commit(plan)
         self.check()
         return not step.is_empty
@@ -441,6 +442,7 @@ def add(scheduler: Scheduler, name: str, prompt: int, new: int) -> Sequence:
 def step(scheduler: Scheduler) -> ScheduledStep:
     """One step in which everybody says the same word."""
     scheduled = scheduler.schedule()
+    scheduler.launched(scheduled)
     scheduler.commit(scheduled, [WORD] * len(scheduled.sampled()))
     scheduler.pool.check_integrity()
     return scheduled
@@ -452,6 +454,7 @@ def finish_all(scheduler: Scheduler) -> list[str]:
     while scheduler.has_work:
         running = scheduler.schedule()
         assert not running.is_empty
+        scheduler.launched(running)
         for seq in scheduler.commit(running, [WORD] * len(running.sampled())):
             if seq.is_finished:
                 ended.append(seq.request_id)
@@ -553,6 +556,7 @@ def test_an_interrupted_step_comes_again() -> None:
     assert again.prefills == lost.prefills
     assert (again.admitted[0][1] == lost.admitted[0][1]).all()
     assert [s.request_id for s, _ in lost.admitted] == ["a"]
+    scheduler.launched(again)
     scheduler.commit(again, [])
     assert scheduler.schedule().admitted == []
 

@@ -184,7 +184,7 @@ def compare(
     for _ in range(decode + 1):
         inputs = both.stage(build_batch(step))
         logits = forward(cast(Backend, both), weights, inputs, see)
-        seq.num_computed_tokens = len(seq.token_ids)
+        seq.num_launched_tokens = len(seq.token_ids)
         seq.token_ids.append(int(reference.argmax(logits.sides[0])[-1]))
         step = ScheduledStep([seq], [], [])
     return rows

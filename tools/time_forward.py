@@ -120,7 +120,7 @@ def advance(sequences: list[Sequence], token_ids: list[int]) -> None:
     for seq, token in zip(sequences, token_ids, strict=True):
         if token < 0:
             raise OptionError("NaN in the logits: the weights may be damaged, get them again")
-        seq.num_computed_tokens = len(seq.token_ids)
+        seq.num_launched_tokens = len(seq.token_ids)
         seq.token_ids.append(token)
 
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -34,6 +34,12 @@ LOGPROB_ROWS = 64
 """Rows of a prompt that meet the LM head at once where their log-probabilities are wanted: the logits of a
 whole prompt would be tokens x vocabulary."""
 
+CHOSEN = -1
+"""In place of a token id of a decode row: what the device itself has chosen for this sequence, which the host
+may not know yet. Where that ended the sequence the row is padding."""
+
+T = TypeVar("T")
+
 Array = Any
 """An array of the backend's own kind (NumPy or CuPy)."""
 
@@ -42,7 +48,7 @@ class BatchArrays(Protocol):
     """The host arrays of one step, all int32; see ``samir_vllm.batch.Batch``."""
 
     @property
-    def token_ids(self) -> np.ndarray: ...  # [T]
+    def token_ids(self) -> np.ndarray: ...  # [T], CHOSEN in some of the first num_decodes
     @property
     def positions(self) -> np.ndarray: ...  # [T]
     @property
@@ -69,6 +75,10 @@ class Backend(ABC):
 
     kv_itemsize: int
     """Bytes of one K or V value in a page."""
+
+    steps_ahead = 0
+    """How many steps may be launched before the results of an earlier one are read: operations may return
+    before the device has done them."""
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -126,8 +136,61 @@ class Backend(ABC):
         """
 
     @abstractmethod
+    def set_stop_ids(self, slot: int, stop_ids: Collection[int]) -> None:
+        """The tokens that end the sequence now in ``slot``, so that the device sees it before the host does.
+
+        A backend may know a few only: one step later the host sees any.
+        """
+
+    @abstractmethod
     def stage(self, batch: BatchArrays) -> Any:
         """Bring a step's arrays to the device; the result is the ``inputs`` of the operations below."""
+
+    # Decoding, step after step, with what the device knows. A row of padding belongs to nobody: it stores no
+    # K and V, attends to nothing, and what is chosen for it is dropped.
+
+    @abstractmethod
+    def set_decode_rows(self, slots: np.ndarray, positions: np.ndarray, prompt_lens: np.ndarray) -> None:
+        """The sequences that decode from the next step on, a row each; ``begin_decode`` moves all on by one.
+
+        Args:
+            slots: int32 [n], n >= 1.
+            positions: int32 [n], of the next input in the sequence: as many of its K and V are there.
+            prompt_lens: int32 [n], tokens of their prompts.
+        """
+
+    def decode_shape(self, max_seq_len: int) -> Hashable:
+        """What of the next decode step is fixed: steps of equal shape may be replayed from one record.
+
+        Args:
+            max_seq_len: the longest sequence's KV length, the next step's token included.
+        """
+        return None
+
+    @abstractmethod
+    def begin_decode(self, shape: Any) -> Any:
+        """The ``inputs`` of a decode step of this shape: rows with the tokens kept for them, then padding."""
+
+    @abstractmethod
+    def keep_tokens(self, token_ids: Array, inputs: Any) -> None:
+        """Remember the tokens just chosen, int32 [L], for the next step; one that ends a sequence pads it.
+
+        The last two of each sequence are kept apart, so that a step may run twice.
+        """
+
+    def record(self, run: Callable[[], T]) -> Callable[[], T]:
+        """Something that does what ``run`` does, faster: it may call it now, or at each call, or both.
+
+        ``run`` is operations of this backend only, on arrays that stay where they are.
+        """
+        return run
+
+    @abstractmethod
+    def read_later(self, *arrays: Array) -> Callable[[], list[np.ndarray]]:
+        """Start copies to the host; what is returned waits for them, and gives them as ``to_numpy`` would.
+
+        The arrays may be written to by later operations at once.
+        """
 
     # Small operations
 

@@ -10,17 +10,19 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import cupy
 import ml_dtypes
 import numpy as np
 
 from samir_vllm.backends import (
+    CHOSEN,
     KV_SPLIT,
     LOGPROB_ROWS,
     Backend,
@@ -52,11 +54,15 @@ SAMPLE_THREADS = 320  # of a block, which has a row of logits; sample.cu has it 
 LOG_PROBS_THREADS = 512  # the same, in log_probs.cu
 QUERY_ROWS = 64  # of a block of paged_attention_prefill
 ELEMENTWISE_THREADS = 256
+STOP_IDS = 8  # of a sequence, that the device knows; decode_state.cu has it too
+DECODE_STATE_THREADS = 256  # of the block of begin_decode; decode_state.cu has it too
 CHECKED_ROWS = (1, 2, 4, 8, 16, 17, 32, 64, 100, 128, 200, 256, 512, 1024, 2048)
 """Numbers of rows at which check_gemm_order looks: where libraries like to change their kernels."""
 GEMM_ORDER = "gemm-order"  # the cache's name for what check_gemm_order found
 COPIES = "copies to the GPU"  # a stage of a start, beside cuBLAS's first products
 NULL = np.uintp(0)  # a null pointer in a kernel's arguments
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +86,16 @@ class CudaInputs:
     num_outputs: Any  # [L]
 
 
+class DecodeShape(NamedTuple):
+    """What a graph of a decode step is made for."""
+
+    rows: int
+    max_splits: int
+    is_argmax: bool
+    tables: int  # where the tables of penalties are; 0 where nobody needs them, or there are none
+    table_size: int
+
+
 class PendingSum:
     """A residual stream [T, hidden_size] to which FP32 segments of a GEMM are still to be added.
 
@@ -93,23 +109,46 @@ class PendingSum:
         self.shape = residual.shape
 
 
-class _PinnedInts:
-    """Pinned host memory of int32 that is filled and sent again and again."""
+class Uploads:
+    """Copies of small arrays to the device that nobody waits for: each keeps its pinned memory until done."""
 
-    def __init__(self, size: int) -> None:
-        self._host = np.frombuffer(cupy.cuda.alloc_pinned_memory(4 * size), np.int32, size)
-        self._sent = cupy.cuda.Event(disable_timing=True)
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._underway: deque[tuple[Any, np.ndarray]] = deque()  # what comes after a copy, and its source
 
-    def begin(self) -> np.ndarray:
-        """The memory, once the last copy from it is done."""
-        self._sent.synchronize()
-        return self._host
+    def send(self, values: np.ndarray, target: Any) -> None:
+        """Start the copy to where an array on the device begins."""
+        while self._underway and self._underway[0][0].done:
+            self._underway.popleft()
+        source, runtime = _pinned(values.shape, values.dtype), cupy.cuda.runtime
+        source[...] = values
+        runtime.memcpyAsync(
+            *(target.data.ptr, source.ctypes.data, values.nbytes),
+            *(runtime.memcpyHostToDevice, self._stream.ptr),
+        )
+        done = cupy.cuda.Event(disable_timing=True)
+        done.record(self._stream)
+        self._underway.append((done, source))
 
-    def send(self, device: Any, size: int, stream: Any) -> None:
-        """Copy the first ``size`` values to an array on the device."""
-        runtime, source = cupy.cuda.runtime, self._host.ctypes.data
-        runtime.memcpyAsync(device.data.ptr, source, 4 * size, runtime.memcpyHostToDevice, stream.ptr)
-        self._sent.record(stream)
+
+class _Reading:
+    """Copies to the host that are under way; see `Backend.read_later`."""
+
+    def __init__(self, stream: Any, arrays: Sequence[Any]) -> None:
+        self._hosts = [_pinned(array.shape, array.dtype) for array in arrays]
+        for array, host in zip(arrays, self._hosts, strict=True):
+            _start_download(array, host, stream)
+        self._done = cupy.cuda.Event(disable_timing=True)
+        self._done.record(stream)
+
+    def __call__(self) -> list[np.ndarray]:
+        self._done.synchronize()
+        return self._hosts
+
+    def __del__(self) -> None:
+        # Not asked for: its pinned memory must not serve another copy before this one is done.
+        with suppress(Exception):
+            self._done.synchronize()
 
 
 class CudaBackend(Backend):
@@ -117,6 +156,7 @@ class CudaBackend(Backend):
 
     name = "cuda"
     kv_itemsize = 2
+    steps_ahead = 1
 
     def __init__(
         self,
@@ -170,6 +210,7 @@ class CudaBackend(Backend):
     def _start(self) -> None:
         with self._device:
             self.stream = cupy.cuda.Stream(non_blocking=True)
+            self._uploads = Uploads(self.stream)
             with self.stream:
                 with self._times.stage("kernels") as stage:
                     loaded = cuda_compile.load_kernels(self.config, self._gpu, self._cache)
@@ -248,7 +289,6 @@ class CudaBackend(Backend):
         self._query_tokens = QUERY_ROWS // (cfg.num_heads // cfg.num_kv_heads)
         most_tiles = tokens // self._query_tokens + self._max_num_seqs + 1
         step_size = 4 * tokens + 4 * self._max_num_seqs + 1 + 3 * rows + 2 * most_tiles
-        self._step_host = _PinnedInts(step_size)
         self._step_arrays = self._allocate((step_size,), np.int32, "a buffer", "lower --max-batched-tokens")
         self._pending: PendingSum | None = None
 
@@ -342,12 +382,7 @@ class CudaBackend(Backend):
         if array.flags.c_contiguous:
             return array.get(stream=self.stream)
         host = np.empty(array.shape, array.dtype)
-        runtime = cupy.cuda.runtime
-        width = array.nbytes // len(array)  # bytes of a row
-        runtime.memcpy2DAsync(
-            *(host.ctypes.data, width, array.data.ptr, array.strides[0], width, len(array)),
-            *(runtime.memcpyDeviceToHost, self.stream.ptr),
-        )
+        _start_download(array, host, self.stream)
         self.stream.synchronize()
         return host
 
@@ -367,11 +402,12 @@ class CudaBackend(Backend):
         self.kv_cache = self._allocate(shape, BF16, "the KV cache", remedy)
         # Zeros, as in the NumPy backend: finite, whatever lay there before.
         self.kv_cache.data.memset_async(0, self.kv_cache.nbytes, self.stream)
-        tables = (max_num_seqs, cfg.num_layers, max_pages_per_seq)
+        self._nobody = max_num_seqs  # the slot of padding: it has no pages
+        tables = (max_num_seqs + 1, cfg.num_layers, max_pages_per_seq)
         self.block_tables = self._allocate(tables, np.int32, "the block tables", remedy)
         self.block_tables.data.memset_async(0xFF, self.block_tables.nbytes, self.stream)
-        self._sampling = SlotSampling(self, max_num_seqs)
-        self._table_row = _PinnedInts(cfg.num_layers * max_pages_per_seq)
+        self._sampling = SlotSampling(self, max_num_seqs + 1)
+        self._allocate_decode_state(max_num_seqs)
         # Splits of all sequences together: each has one that is not full, and full ones hold pages.
         splits = max_num_seqs * -(-max_pages_per_seq * PAGE_SIZE // KV_SPLIT)
         splits = min(splits, max_num_seqs + num_pages // cfg.num_layers * PAGE_SIZE // KV_SPLIT)
@@ -383,16 +419,37 @@ class CudaBackend(Backend):
         )
         self._max_splits = splits
 
+    def _allocate_decode_state(self, max_num_seqs: int) -> None:
+        """See decode_state.cu."""
+        self._kept = self._zeros((max_num_seqs + 1) * 2, np.int32)
+        self._stop_ids = self._zeros((max_num_seqs + 1) * STOP_IDS, np.int32)
+        self._stop_ids.data.memset_async(0xFF, self._stop_ids.nbytes, self.stream)
+        self._known_stop_ids: list[Collection[int]] = [()] * max_num_seqs  # of each slot
+        self._decode_capacity = max_num_seqs
+        self._decode_rows = self._zeros(3 * max_num_seqs, np.int32)
+        self._decode_inputs = self._zeros(6 * max_num_seqs, np.int32).reshape(6, max_num_seqs)
+        self._row_numbers = self.from_numpy(np.arange(max_num_seqs, dtype=np.int32))
+        self._num_decode_rows = 0
+        self._decode_is_argmax = True
+
     def set_block_table(self, slot: int, page_ids: np.ndarray) -> None:
-        row = self._table_row.begin().reshape(self.block_tables.shape[1:])
-        row.fill(-1)
+        row = np.full(self.block_tables.shape[1:], -1, np.int32)
         row[:, : page_ids.shape[1]] = page_ids
-        self._table_row.send(self.block_tables[slot], row.size, self.stream)
+        self._uploads.send(row, self.block_tables[slot])
 
     def set_sampling(
         self, slot: int, sampling: TokenSampling | None, prompt_token_ids: Sequence[int] = ()
     ) -> None:
         self._sampling.set(slot, sampling, prompt_token_ids)
+
+    def set_stop_ids(self, slot: int, stop_ids: Collection[int]) -> None:
+        if stop_ids == self._known_stop_ids[slot]:
+            return
+        row = np.full(STOP_IDS, -1, np.int32)
+        few = list(itertools.islice(stop_ids, STOP_IDS))
+        row[: len(few)] = few
+        self._uploads.send(row, self._stop_ids[slot * STOP_IDS :])
+        self._known_stop_ids[slot] = stop_ids
 
     def stage(self, batch: BatchArrays) -> CudaInputs:
         lens_q = np.diff(batch.cu_seqlens_q)
@@ -419,15 +476,18 @@ class CudaBackend(Backend):
             batch.num_outputs,
         )
         self._pending = None
-        host = self._step_host.begin()
+        self._uploads.send(np.concatenate([part.ravel() for part in parts]), self._step_arrays)
         ends = np.cumsum([part.size for part in parts]).tolist()
-        views = []
-        for part, end in zip(parts, ends, strict=True):
-            host[end - part.size : end] = part.ravel()
-            views.append(self._step_arrays[end - part.size : end])
-        self._step_host.send(self._step_arrays, ends[-1], self.stream)
+        views = [self._step_arrays[e - part.size : e] for part, e in zip(parts, ends, strict=True)]
         is_argmax = bool(self._sampling.is_argmax[batch.logit_slots].all())
-        return CudaInputs(decodes, int(splits.max(initial=0)), is_argmax, *views)
+        inputs = CudaInputs(decodes, int(splits.max(initial=0)), is_argmax, *views)
+        if (batch.token_ids[:decodes] == CHOSEN).any():
+            args = (
+                *(inputs.token_ids, inputs.kv_index, inputs.token_slots, inputs.slots, inputs.seq_lens),
+                *(inputs.logit_slots, np.int32(decodes), np.int32(self._nobody), self._kept),
+            )
+            self._launch("fill_tokens", _grid_over(decodes), ELEMENTWISE_THREADS, args)
+        return inputs
 
     def _query_tiles(self, lens_q: np.ndarray, decodes: int) -> np.ndarray:
         """int32 [tiles, 2]: sequence and first token of each tile of the prefill kernel."""
@@ -452,6 +512,69 @@ class CudaBackend(Backend):
         ):
             if found > most:
                 raise InvariantError(f"a step of {found} {what}, but buffers for {most}")
+
+    # Decoding, step after step
+
+    def set_decode_rows(self, slots: np.ndarray, positions: np.ndarray, prompt_lens: np.ndarray) -> None:
+        count = len(slots)
+        if count > self._decode_capacity:
+            raise InvariantError(f"{count} sequences decode, but buffers for {self._decode_capacity}")
+        rows = np.full((3, self._decode_capacity), self._nobody, np.int32)
+        rows[:, :count] = slots, positions, prompt_lens
+        self._uploads.send(rows, self._decode_rows)
+        self._num_decode_rows = count
+        self._decode_is_argmax = bool(self._sampling.is_argmax[slots].all())
+
+    def decode_shape(self, max_seq_len: int) -> DecodeShape:
+        if max_seq_len > min(self._max_positions, self.block_tables.shape[2] * PAGE_SIZE):
+            raise InvariantError(f"a step at KV length {max_seq_len}, but no room for it")
+        rows = min(decode_bucket(self._num_decode_rows), self._decode_capacity)
+        splits = 1 << (-(-max_seq_len // KV_SPLIT) - 1).bit_length()  # blocks without a split end at once
+        tables = None if self._decode_is_argmax else self._sampling.tables
+        where = (0, 0) if tables is None else (tables.data.ptr, tables.shape[1])
+        return DecodeShape(rows, splits, self._decode_is_argmax, *where)
+
+    def begin_decode(self, shape: DecodeShape) -> CudaInputs:
+        rows, self._pending = shape.rows, None
+        args = (
+            *(self._decode_rows, np.int32(self._decode_capacity), np.int32(rows), np.int32(self._nobody)),
+            *(self._kept, self._decode_inputs),
+        )
+        self._launch("begin_decode", (1,), DECODE_STATE_THREADS, args)
+        token_ids, places, slots, seq_lens, first_split, outputs = (row[:rows] for row in self._decode_inputs)
+        numbers, nothing = self._row_numbers[:rows], self._row_numbers[:0]
+        return CudaInputs(
+            *(rows, shape.max_splits, shape.is_argmax, token_ids, places, places, slots),
+            *(nothing, seq_lens, slots, first_split, nothing, numbers, slots, outputs),
+        )
+
+    def keep_tokens(self, token_ids: Any, inputs: CudaInputs) -> None:
+        rows = len(inputs.logit_rows)
+        _check("token ids", token_ids, np.int32, (rows,))
+        args = (
+            *(token_ids, inputs.logit_slots, inputs.logit_rows, inputs.kv_index, np.int32(rows)),
+            *(np.int32(self._nobody), self._stop_ids, self._kept),
+        )
+        self._launch("keep_tokens", _grid_over(rows), ELEMENTWISE_THREADS, args)
+
+    def record(self, run: Callable[[], T]) -> Callable[[], T]:
+        self.stream.begin_capture()
+        try:
+            out = run()
+        except BaseException:
+            with suppress(Exception):  # what is wrong already is what counts
+                self.stream.end_capture()
+            raise
+        graph = self.stream.end_capture()
+
+        def replay() -> T:
+            graph.launch(self.stream)
+            return out
+
+        return replay
+
+    def read_later(self, *arrays: Any) -> Callable[[], list[np.ndarray]]:
+        return _Reading(self.stream, arrays)
 
     # Small operations
 
@@ -827,7 +950,6 @@ class SlotSampling:
         self.is_argmax = np.ones(num_slots, bool)  # of each slot: nothing but the greatest raw logit
         words = SETTINGS.itemsize // 4
         self.settings = backend._zeros(num_slots * words, np.int32).reshape(num_slots, words)
-        self._row = _PinnedInts(words)
         self.tables: Any = None  # int32 [tables, 1 + entries, 4], see sampling.cuh
         self._table_of: dict[int, int] = {}  # by slot
         self._free: list[int] = []
@@ -843,9 +965,7 @@ class SlotSampling:
         if sampling is not None and sampling.params.adjusts_logits:
             settings["table"] = 1 + self._new_table(slot, sampling, prompt_token_ids)
         self.is_argmax[slot] = is_argmax
-        row = self._row.begin()
-        row[:] = np.frombuffer(settings.tobytes(), np.int32)
-        self._row.send(self.settings[slot], row.size, self._backend.stream)
+        self._backend._uploads.send(np.frombuffer(settings.tobytes(), np.int32), self.settings[slot])
 
     def _new_table(self, slot: int, sampling: TokenSampling, prompt_token_ids: Sequence[int]) -> int:
         entries = Adjustments(sampling, prompt_token_ids)
@@ -859,7 +979,7 @@ class SlotSampling:
         host = np.zeros((1 + size, 4), np.int32)
         host[0, 0] = size
         host[1:, 0], host[1:, 1], host[1:, 2] = entries.ids, entries.states, entries.biases.view(np.int32)
-        self.tables[table][: 1 + size].set(host, stream=self._backend.stream)
+        self._backend._uploads.send(host, self.tables[table])
         return table
 
     def _grow(self, entries: int) -> None:
@@ -878,6 +998,42 @@ class SlotSampling:
             )
         self._free += range(count, new_count)
         self.tables = new
+
+
+def decode_bucket(rows: int) -> int:
+    """How many rows a decode step of so many sequences has: few numbers, each with a graph of its own."""
+    if rows <= 8:
+        return 1 << (rows - 1).bit_length()
+    step = 8 if rows <= 32 else 16
+    return -(-rows // step) * step
+
+
+def _grid_over(items: int) -> tuple[int]:
+    """Blocks with a thread for each item."""
+    return (-(-items // ELEMENTWISE_THREADS),)
+
+
+def _pinned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Pinned host memory. CuPy's pool keeps freed pieces by their sizes, so there are few of those."""
+    size = int(np.prod(shape, dtype=np.int64))
+    nbytes = size * np.dtype(dtype).itemsize
+    memory = cupy.cuda.alloc_pinned_memory(1 << max(12, (nbytes - 1).bit_length()))
+    return np.frombuffer(memory, dtype, size).reshape(shape)
+
+
+def _start_download(array: Any, host: np.ndarray, stream: Any) -> None:
+    """Starts a copy to ``host`` of an array [n, ...] whose rows may lie apart."""
+    runtime = cupy.cuda.runtime
+    if array.flags.c_contiguous:
+        if array.nbytes:
+            source, target = array.data.ptr, host.ctypes.data
+            runtime.memcpyAsync(target, source, array.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
+        return
+    width = array.nbytes // len(array)  # bytes of a row
+    runtime.memcpy2DAsync(
+        *(host.ctypes.data, width, array.data.ptr, array.strides[0], width, len(array)),
+        *(runtime.memcpyDeviceToHost, stream.ptr),
+    )
 
 
 def _with_stride(logits: Any) -> tuple[Any, np.int32]:

@@ -31,6 +31,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "paged_attention_prefill": ("paged_attention_prefill",),
     "silu_mul": ("silu_mul",),
     "argmax": ("argmax",),
+    "decode_state": ("begin_decode", "fill_tokens", "keep_tokens"),
     "adjust_logits": ("adjust_logits", "restore_logits"),
     "sample": ("segment_maxima", "sample"),
     "log_probs": ("log_probs",),
@@ -50,7 +51,7 @@ MAX_SHARED_BYTES = {
 """Shared memory that one block may ask for (CUDA C++ Programming Guide, "Technical Specifications")."""
 
 KV_TILE = 64
-"""KV tokens of a tile of attention; ``attention.cuh`` has it too, and ``KV_SPLIT``."""
+"""KV tokens of a tile of attention; ``attention.cuh`` has it too, and ``common.cuh`` has ``KV_SPLIT``."""
 
 CUDA_ERROR_OUT_OF_MEMORY = 2  # of cuda.h
 

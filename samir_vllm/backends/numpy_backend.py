@@ -7,13 +7,14 @@ pass. K and V lie in real pages behind real block tables. Knows no sequence and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from samir_vllm.backends import KV_SPLIT, Backend, BatchArrays, rope_cos_sin
+from samir_vllm.backends import CHOSEN, KV_SPLIT, Backend, BatchArrays, rope_cos_sin
 from samir_vllm.backends.host_memory import host_memory
 from samir_vllm.backends.reference_sampler import Adjustments, sample_row, settings_of
 from samir_vllm.config import NAN_TOKEN, PAGE_SIZE, ModelConfig
@@ -40,6 +41,7 @@ class NumpyInputs:
     num_outputs: list[int]
     last_tokens: list[int]  # of the sequences whose logits are wanted
     next_positions: list[int]  # of the tokens to choose
+    next_places: list[int]  # the same in the sequences' KV
     num_decodes: int
     is_argmax: bool  # nobody wants but the greatest of the raw logits
 
@@ -106,7 +108,10 @@ class NumpyBackend(Backend):
     def allocate_kv_cache(self, num_pages: int, max_num_seqs: int, max_pages_per_seq: int) -> None:
         cfg = self.config
         self.kv_cache = np.zeros((num_pages, 2, cfg.num_kv_heads, PAGE_SIZE, cfg.head_dim), self._kv_dtype)
-        self.block_tables = np.full((max_num_seqs, cfg.num_layers, max_pages_per_seq), -1, np.int32)
+        self._nobody = max_num_seqs  # the slot of padding: it has no pages
+        self.block_tables = np.full((max_num_seqs + 1, cfg.num_layers, max_pages_per_seq), -1, np.int32)
+        self._kept = np.full((max_num_seqs + 1, 2), -1, np.int32)  # tokens for even and odd places
+        self._stop_ids: dict[int, Collection[int]] = {}  # by slot
 
     def set_block_table(self, slot: int, page_ids: np.ndarray) -> None:
         self.block_tables[slot] = -1
@@ -123,31 +128,94 @@ class NumpyBackend(Backend):
         if sampling.params.adjusts_logits:
             self._adjustments[slot] = Adjustments(sampling, prompt_token_ids)
 
+    def set_stop_ids(self, slot: int, stop_ids: Collection[int]) -> None:
+        self._stop_ids[slot] = stop_ids
+
     def stage(self, batch: BatchArrays) -> NumpyInputs:
-        lens_q = np.diff(batch.cu_seqlens_q)
-        # Where a token lies in its sequence's KV; `positions` only turn the rotation (they may jump).
-        kv_index = np.arange(len(batch.token_ids), dtype=np.int32) + np.repeat(
-            batch.seq_lens - batch.cu_seqlens_q[1:], lens_q
+        return self._inputs(
+            batch.token_ids.copy(),
+            batch.positions,
+            batch.cu_seqlens_q,
+            batch.seq_lens.copy(),
+            batch.slots.copy(),
+            batch.logit_rows,
+            batch.logit_slots.copy(),
+            batch.num_outputs,
+            batch.num_decodes,
         )
-        owner = np.repeat(batch.slots, lens_q)
-        cos, sin = rope_cos_sin(self._inv_freq, batch.positions)
+
+    def _inputs(
+        self,
+        token_ids: np.ndarray,
+        positions: np.ndarray,
+        cu_seqlens_q: np.ndarray,
+        seq_lens: np.ndarray,
+        slots: np.ndarray,
+        logit_rows: np.ndarray,
+        logit_slots: np.ndarray,
+        num_outputs: np.ndarray,
+        num_decodes: int,
+    ) -> NumpyInputs:
+        """From arrays of its own; rows of decode whose token is CHOSEN get it, or become padding."""
+        lens_q = np.diff(cu_seqlens_q)
+        # Where a token lies in its sequence's KV; `positions` only turn the rotation (they may jump).
+        kv_index = np.arange(len(token_ids), dtype=np.int32) + np.repeat(seq_lens - cu_seqlens_q[1:], lens_q)
+        chosen = np.flatnonzero(token_ids == CHOSEN)
+        token_ids[chosen] = self._kept[slots[chosen], kv_index[chosen] % 2]
+        ended = np.flatnonzero(token_ids < 0)
+        token_ids[ended] = seq_lens[ended] = 0
+        slots[ended] = logit_slots[ended] = self._nobody
+        owner = np.repeat(slots, lens_q)
+        cos, sin = rope_cos_sin(self._inv_freq, positions)
         return NumpyInputs(
-            token_ids=batch.token_ids,
+            token_ids=token_ids,
             cos=cos[:, None, :],
             sin=sin[:, None, :],
             page_ids=self.block_tables[owner, :, kv_index // PAGE_SIZE].T,
             offsets=kv_index % PAGE_SIZE,
-            cu_seqlens_q=batch.cu_seqlens_q.tolist(),
-            seq_lens=batch.seq_lens.tolist(),
-            slots=batch.slots.tolist(),
-            logit_rows=batch.logit_rows,
-            logit_slots=batch.logit_slots.tolist(),
-            num_outputs=batch.num_outputs.tolist(),
-            last_tokens=batch.token_ids[batch.logit_rows].tolist(),
-            next_positions=(batch.positions[batch.logit_rows] + 1).tolist(),
-            num_decodes=batch.num_decodes,
-            is_argmax=self._settings.keys().isdisjoint(batch.logit_slots.tolist()),
+            cu_seqlens_q=cu_seqlens_q.tolist(),
+            seq_lens=seq_lens.tolist(),
+            slots=slots.tolist(),
+            logit_rows=logit_rows,
+            logit_slots=logit_slots.tolist(),
+            num_outputs=num_outputs.tolist(),
+            last_tokens=token_ids[logit_rows].tolist(),
+            next_positions=(positions[logit_rows] + 1).tolist(),
+            next_places=(kv_index[logit_rows] + 1).tolist(),
+            num_decodes=num_decodes,
+            is_argmax=self._settings.keys().isdisjoint(logit_slots.tolist()),
         )
+
+    def set_decode_rows(self, slots: np.ndarray, positions: np.ndarray, prompt_lens: np.ndarray) -> None:
+        self._decode_slots, self._decode_positions = slots, positions.copy()
+        self._decode_prompts = prompt_lens
+
+    def begin_decode(self, shape: Any) -> NumpyInputs:
+        positions = self._decode_positions.copy()
+        rows = np.arange(len(positions), dtype=np.int32)
+        self._decode_positions += 1
+        return self._inputs(
+            np.full(len(rows), CHOSEN, np.int32),
+            positions,
+            np.arange(len(rows) + 1, dtype=np.int32),
+            positions + 1,
+            self._decode_slots.copy(),
+            rows,
+            self._decode_slots.copy(),
+            positions + 1 - self._decode_prompts,
+            len(rows),
+        )
+
+    def keep_tokens(self, token_ids: np.ndarray, inputs: NumpyInputs) -> None:
+        for token, slot, place in zip(
+            token_ids.tolist(), inputs.logit_slots, inputs.next_places, strict=True
+        ):
+            is_last = token in self._stop_ids.get(slot, ())
+            self._kept[slot, place % 2] = CHOSEN if is_last or slot == self._nobody else token
+
+    def read_later(self, *arrays: np.ndarray) -> Callable[[], list[np.ndarray]]:
+        hosts = [self.to_numpy(array) for array in arrays]  # an operation never writes to an older result
+        return lambda: hosts
 
     # Small operations
 
@@ -203,6 +271,9 @@ class NumpyBackend(Backend):
             table = self.block_tables[inputs.slots[i], layer_idx]
             seq_len = inputs.seq_lens[i]
             n = rows.stop - rows.start
+            if seq_len == 0:  # padding
+                out[rows] = 0
+                continue
             if n == 1 or self._batch_invariant:
                 for j in range(n):
                     out[rows.start + j] = self._attend_one(q[rows.start + j], table, seq_len - n + j + 1)

@@ -345,6 +345,7 @@ class _Nothing:
     """A device, a stream or an event: all happens at once."""
 
     id = ptr = 0
+    done = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         pass

@@ -1,6 +1,6 @@
 """``bench scheduler``: what the host does in a step, on a model that costs nothing.
 
-Times schedule, batch building and commit, and the whole ``Engine.step``, for numbers running and waiting.
+Times schedule, launched and commit, and the whole ``Engine.step``, for numbers running and waiting.
 Knows no backend and no weights: the fake runner returns one token for everybody.
 """
 
@@ -34,13 +34,13 @@ TARGET_US = 3.0
 
 
 class FakeRunner:
-    """Builds the batch, as a real runner must, and gives everybody the same token."""
+    """Builds a batch, as a real runner must where there is prefill, and gives everybody the same token."""
 
-    def run(self, step: ScheduledStep) -> StepResult:
-        if step.is_empty:
-            return StepResult([])
+    steps_ahead = 0
+
+    def launch(self, step: ScheduledStep) -> Callable[[], StepResult]:
         batch = build_batch(step)
-        return StepResult([65] * len(batch.logit_rows))
+        return lambda: StepResult([65] * len(batch.logit_rows))
 
 
 class FakeTokenizer:
@@ -70,7 +70,7 @@ class Row:
     running: int
     waiting: int
     add_us: float  # for each request queued
-    scheduler_step_us: float  # schedule, build_batch, commit
+    scheduler_step_us: float  # schedule, launched, commit
     engine_step_us: float  # Engine.step, the fake runner and text included
 
 
@@ -128,7 +128,7 @@ def measure(running: int, waiting: int, steps: int) -> Row:
 
     def scheduler_step() -> None:
         step = scheduler.schedule()
-        build_batch(step)
+        scheduler.launched(step)
         scheduler.commit(step, [65] * len(step.sampled()))
 
     scheduler_us = _median_us(scheduler_step, steps)
