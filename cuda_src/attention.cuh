@@ -125,6 +125,16 @@ __device__ __forceinline__ void tile_probabilities(Probabilities& p, float (&sum
     }
 }
 
+// Merging a later split into what came before: both are scaled to the greater maximum.
+struct MergeWeights {
+    float max, before, split;
+    __device__ __forceinline__ MergeWeights(float max_before, float split_max)
+        : max(fmaxf(max_before, split_max)), before(weight_of(max_before, max)), split(weight_of(split_max, max)) {}
+    __device__ __forceinline__ float merge(float value_before, float split_value) const {
+        return __fmaf_rn(split_value, split, __fmul_rn(value_before, before));
+    }
+};
+
 // What a row of queries knows of a stretch of KV: the greatest score, the sum of 2^(score - max), and their product
 // with V at COLUMNS places of the head (of two rows, in the order of an m16n8k16 result).
 template <int COLUMNS>
@@ -170,15 +180,20 @@ struct SoftmaxState {
             }
         }
     }
-};
 
-// Merging a later split into what came before: both are scaled to the greater maximum.
-struct MergeWeights {
-    float max, before, split;
-    __device__ __forceinline__ MergeWeights(float max_before, float split_max)
-        : max(fmaxf(max_before, split_max)), before(weight_of(max_before, max)), split(weight_of(split_max, max)) {}
-    __device__ __forceinline__ float merge(float value_before, float split_value) const {
-        return __fmaf_rn(split_value, split, __fmul_rn(value_before, before));
+    // Takes in a later split.
+    __device__ __forceinline__ void merge(const SoftmaxState& split) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const MergeWeights weights(max[i], split.max[i]);
+            max[i] = weights.max;
+            sum[i] = weights.merge(sum[i], split.sum[i]);
+#pragma unroll
+            for (int n = 0; n < COLUMNS / 8; ++n) {
+#pragma unroll
+                for (int e = i * 2; e < i * 2 + 2; ++e) out[n][e] = weights.merge(out[n][e], split.out[n][e]);
+            }
+        }
     }
 };
 

@@ -65,6 +65,14 @@ BENCHES = {
         "samir_vllm.extras.bench.startup", "process start to first token, kernel cache cold and warm"
     ),
     "scheduler": Command("samir_vllm.extras.bench.scheduler", "microseconds a step, on a fake model"),
+    "roofline": Command("samir_vllm.extras.bench.roofline", "what this device can do at best"),
+    "decode": Command("samir_vllm.extras.bench.decode", "decode steps of a batch, beside their floor"),
+    "prefill": Command("samir_vllm.extras.bench.prefill", "one prompt to its first token, beside its floor"),
+    "throughput": Command(
+        "samir_vllm.extras.bench.throughput",
+        "many requests at once, and with long prompts arriving among them",
+    ),
+    "kernels": Command("samir_vllm.extras.bench.kernels", "a decode step, kernel by kernel"),
 }
 
 

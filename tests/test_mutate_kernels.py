@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from harness import load_tool
-from samir_vllm.backends.cuda_compile import KERNELS
+from samir_vllm.backends.cuda_compile import KERNELS, RULERS
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "tools" / "mutate_kernels.py"
@@ -55,7 +55,9 @@ def starts(planted: Any) -> list[int]:
     return [edit.starts(text_of(planted.file))[max(0, edit.nth - 1)] for edit in planted.edits]
 
 
-@pytest.mark.parametrize(("stem", "kernel"), [(stem, k) for stem, names in KERNELS.items() for k in names])
+@pytest.mark.parametrize(
+    ("stem", "kernel"), [(stem, k) for stem, names in (KERNELS | RULERS).items() for k in names]
+)
 def test_every_kernel_has_several(stem: str, kernel: str) -> None:
     """In its own text, or in what all kernels of its file share; one at least in its own."""
     text = text_of(f"{stem}.cu")
@@ -82,7 +84,7 @@ def test_every_barrier_is_dropped_once(path: Path) -> None:
 
 
 def test_every_kernel_file_has_tests() -> None:
-    assert tool.TESTS.keys() == KERNELS.keys()
+    assert tool.TESTS.keys() == (KERNELS | RULERS).keys()
     files = {file for table in (tool.TESTS, tool.GPU_TESTS) for files in table.values() for file in files}
     assert {file for file in files if not (ROOT / "tests" / "kernels" / f"{file}.py").is_file()} == set()
 

@@ -1175,10 +1175,41 @@ SAMPLE = (
     mutation("sample.cu", "tokens picked by their number", "        measure.is_count = false;\n"),
 )
 
+ROOFLINE = (
+    mutation(
+        "roofline.cu", "reads behind the end", "at < chunks ? words[at] : make_uint4(0, 0, 0, 0)", "words[at]"
+    ),
+    mutation(
+        "roofline.cu", "a tile left out", "first += gridDim.x * tile", "first += (gridDim.x + 1) * tile"
+    ),
+    mutation(
+        "roofline.cu", "a thread's last load left out", "i < LOADS; ++i) sum", "i < LOADS - 1; ++i) sum"
+    ),
+    mutation("roofline.cu", "first step of the butterfly missing", "int offset = 16", "int offset = 8"),
+    mutation(
+        "roofline.cu",
+        "every block's sums in the first one's place",
+        "(blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x) / 32",
+        "threadIdx.x / 32",
+    ),
+    mutation(
+        "roofline.cu",
+        "the kernel that does nothing does something",
+        "nothing(const unsigned int*, unsigned int*, int, int, int, int) {",
+        "nothing(const unsigned int*, unsigned int* word, int, int, int, int) {\n    ++*word;",
+    ),
+    mutation(
+        "roofline.cu",
+        "one parameter less",
+        "unsigned int*, int, int, int, int)",
+        "unsigned int*, int, int, int)",
+    ),
+)
+
 MUTATIONS: tuple[Mutation, ...] = (
     *(*EMBEDDING, *COMMON, *RMSNORM, *LINEAR, *ROPE),
     *(*DECODE, *PREFILL, *ATTENTION, *SILU, *PTX),
-    *(*LOGITS, *ARGMAX, *SAMPLING, *ADJUST, *LOG_PROBS, *SAMPLE),
+    *(*LOGITS, *ARGMAX, *SAMPLING, *ADJUST, *LOG_PROBS, *SAMPLE, *ROOFLINE),
 )
 
 TESTS: dict[str, tuple[str, ...]] = {
@@ -1193,6 +1224,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "linear": ("test_linear", "test_linear_add", "test_emulated_backend"),
     "paged_attention_decode": ("test_paged_attention_decode", "test_paged_attention_prefill"),
     "paged_attention_prefill": ("test_paged_attention_prefill",),
+    "roofline": ("test_roofline",),
 }
 """The files in ``tests/kernels`` that judge a kernel file, the likeliest first; quick ones come first."""
 

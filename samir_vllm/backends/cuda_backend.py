@@ -54,6 +54,7 @@ SAMPLE_THREADS = 320  # of a block, which has a row of logits; sample.cu has it 
 LOG_PROBS_THREADS = 512  # the same, in log_probs.cu
 QUERY_ROWS = 64  # of a block of paged_attention_prefill
 ELEMENTWISE_THREADS = 256
+FEW_SPLITS = 4  # that one block of paged_attention_decode takes though the GPU has blocks to spare
 STOP_IDS = 8  # of a sequence, that the device knows; decode_state.cu has it too
 DECODE_STATE_THREADS = 256  # of the block of begin_decode; decode_state.cu has it too
 CHECKED_ROWS = (1, 2, 4, 8, 16, 17, 32, 64, 100, 128, 200, 256, 512, 1024, 2048)
@@ -530,6 +531,7 @@ class CudaBackend(Backend):
             raise InvariantError(f"a step at KV length {max_seq_len}, but no room for it")
         rows = min(decode_bucket(self._num_decode_rows), self._decode_capacity)
         splits = 1 << (-(-max_seq_len // KV_SPLIT) - 1).bit_length()  # blocks without a split end at once
+        splits = self._splits_at_once(rows, splits)
         tables = None if self._decode_is_argmax else self._sampling.tables
         where = (0, 0) if tables is None else (tables.data.ptr, tables.shape[1])
         return DecodeShape(rows, splits, self._decode_is_argmax, *where)
@@ -753,8 +755,17 @@ class CudaBackend(Backend):
             *(inputs.seq_lens, inputs.slots, inputs.first_split),
             *(*self._partials, self._decode_arrived, out),
         )
-        grid = (inputs.num_decodes, self._row_tiles, inputs.max_splits)
+        rows = inputs.num_decodes
+        grid = (rows, self._row_tiles, self._splits_at_once(rows, inputs.max_splits))
         self._launch("paged_attention_decode", grid, 128, args, self._decode_shared_bytes)
+
+    def _splits_at_once(self, rows: int, max_splits: int) -> int:
+        """Blocks that share a sequence's splits: one for each split, or one alone, which gives the same bits.
+
+        A few splits are sooner done one after another than merged by way of memory.
+        """
+        fills_gpu = rows * self._row_tiles >= self._gpu.num_sms
+        return 1 if fills_gpu or max_splits <= FEW_SPLITS else max_splits
 
     def _prefill(self, q: Any, layer_idx: int, inputs: CudaInputs, out: Any) -> None:
         self._check_q(q, len(inputs.token_ids) - inputs.num_decodes)

@@ -40,6 +40,9 @@ KERNELS: dict[str, tuple[str, ...]] = {
 
 STEMS = tuple(KERNELS)
 
+RULERS: dict[str, tuple[str, ...]] = {"roofline": ("read_all", "nothing")}
+"""The same of files that no engine needs: a measurement compiles them when it wants them."""
+
 MAX_SHARED_BYTES = {
     "sm_80": 163 << 10,
     "sm_86": 99 << 10,

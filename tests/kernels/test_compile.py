@@ -25,6 +25,7 @@ from samir_vllm.backends.cuda_cache import Cache
 from samir_vllm.backends.cuda_compile import (
     KERNELS,
     MAX_SHARED_BYTES,
+    RULERS,
     STEMS,
     BuiltKernels,
     Compiled,
@@ -37,6 +38,7 @@ from samir_vllm.config import ModelConfig
 from samir_vllm.errors import DeviceError
 
 CUDA_SRC = Path(__file__).parents[2] / "cuda_src"
+ALL_KERNELS = KERNELS | RULERS
 SOURCES = sorted(p for p in CUDA_SRC.iterdir() if p.suffix in {".cu", ".cuh"})
 
 ARCHS = [
@@ -94,7 +96,7 @@ def too_much_shared_memory(compiled: Compiled, model: ModelConfig, arch: str) ->
 @needs_compiler
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("model", REAL)
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", ALL_KERNELS)
 def test_kernels_compile_clean(stem: str, model: str, arch: str) -> None:
     compiled = cuda_compile.compile_cubin(stem, REAL[model], arch)
     for kernel in compiled.resources:
@@ -104,7 +106,7 @@ def test_kernels_compile_clean(stem: str, model: str, arch: str) -> None:
             end="",
         )
     assert compiled.cubin
-    assert sorted(kernel.name for kernel in compiled.resources) == sorted(KERNELS[stem])
+    assert sorted(kernel.name for kernel in compiled.resources) == sorted(ALL_KERNELS[stem])
     assert problems(compiled) == []
     assert too_much_shared_memory(compiled, REAL[model], arch) == []
 
@@ -179,7 +181,7 @@ class TestTheJudgeCanFail:
 
 
 @needs_compiler
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", ALL_KERNELS)
 def test_lines_of_the_expanded_source_are_the_files_own(stem: str, tmp_path: Path) -> None:
     """The compiler names file and line of the source as the reader has it."""
     source = cuda_compile.kernel_source(stem) + "\nint wrong = undefined_name;\n"
@@ -532,16 +534,17 @@ def test_the_model_computes_the_same_whatever_the_cache_is_like(
 
 
 def test_every_file_has_its_stem() -> None:
-    assert sorted(STEMS) == [p.stem for p in SOURCES if p.suffix == ".cu"]
+    assert sorted(ALL_KERNELS) == [p.stem for p in SOURCES if p.suffix == ".cu"]
     assert set(KERNELS) == set(STEMS)
+    assert KERNELS.keys().isdisjoint(RULERS)
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", ALL_KERNELS)
 def test_kernels_lists_the_global_functions(stem: str) -> None:
     # __launch_bounds__ may stand on either side of `void`, with one more pair of brackets inside its own.
     bare = re.sub(r"__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)", "", code_of(CUDA_SRC / f"{stem}.cu"))
     found = re.findall(r'extern "C" __global__\s+void\s+(\w+)\s*\(', bare)
-    assert found == list(KERNELS[stem])
+    assert found == list(ALL_KERNELS[stem])
     assert len(found) == bare.count("__global__")
 
 
@@ -554,7 +557,7 @@ def test_includes_are_our_own_files(path: Path) -> None:
         assert (CUDA_SRC / found[1]).is_file(), f"{path.name}: {line}"
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", ALL_KERNELS)
 def test_no_include_is_left_after_expansion(stem: str) -> None:
     assert "#include" not in re.sub(r"//[^\n]*", "", cuda_compile.kernel_source(stem))
 
@@ -565,7 +568,7 @@ def test_ptx_only_in_its_file(path: Path) -> None:
     assert holds_ptx == (path.name == "ptx.cuh")
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", ALL_KERNELS)
 def test_files_open_with_what_formula_shapes_threads(stem: str) -> None:
     text = (CUDA_SRC / f"{stem}.cu").read_text(encoding="utf-8")
     opening = re.match(r"(?://[^\n]*\n)+", text)
