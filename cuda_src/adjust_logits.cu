@@ -22,6 +22,7 @@ extern "C" __global__ void adjust_logits(float* logits, int stride, const int* _
                                          const int* __restrict__ num_outputs, const int* __restrict__ token_rows,
                                          const int* __restrict__ token_ids, const Settings* __restrict__ settings,
                                          Adjustment* tables, int table_size) {
+    wait_for_previous_kernel();
     __shared__ int found;
     const int row = blockIdx.x, outputs = num_outputs[row];
     const Settings s = settings[slots[row]];
@@ -61,6 +62,7 @@ extern "C" __global__ void adjust_logits(float* logits, int stride, const int* _
 extern "C" __global__ void restore_logits(float* logits, int stride, const int* __restrict__ slots,
                                           const Settings* __restrict__ settings, const Adjustment* __restrict__ tables,
                                           int table_size) {
+    wait_for_previous_kernel();
     const unsigned int table = settings[slots[blockIdx.x]].table;
     if (table == 0) return;
     const Adjustment* head = tables + static_cast<long long>(table - 1) * table_size;

@@ -8,6 +8,7 @@
 
 extern "C" __global__ void argmax(const float* __restrict__ logits, int stride, Key* best, unsigned int* arrived,
                                   int* __restrict__ ids) {
+    wait_for_previous_kernel();
     __shared__ Key warp_keys[32];
     const int row = blockIdx.x;
     Key key = warp_max(part_max(row_at(logits, row, stride)));

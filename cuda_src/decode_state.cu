@@ -39,6 +39,7 @@ __device__ __forceinline__ int block_scan(int value, int& total) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     begin_decode(int* rows, int capacity, int num_rows, int nobody, const int* __restrict__ kept, int* inputs) {
+    wait_for_previous_kernel();
     int num_splits = 0;  // of the rows before
     for (int start = 0; start < num_rows; start += THREADS) {
         const int row = start + threadIdx.x;
@@ -69,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void fill_tokens(int* token_ids, const int* __restrict__ kv_index, int* token_slots, int* slots,
                                        int* seq_lens, int* logit_slots, int decodes, int nobody,
                                        const int* __restrict__ kept) {
+    wait_for_previous_kernel();
     const int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= decodes || token_ids[row] >= 0) return;
     const int token = kept[slots[row] * 2 + kv_index[row] % 2];
@@ -81,6 +83,7 @@ extern "C" __global__ void fill_tokens(int* token_ids, const int* __restrict__ k
 extern "C" __global__ void keep_tokens(const int* __restrict__ chosen, const int* __restrict__ logit_slots,
                                        const int* __restrict__ logit_rows, const int* __restrict__ kv_index, int rows,
                                        int nobody, const int* __restrict__ stop_ids, int* kept) {
+    wait_for_previous_kernel();
     const int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= rows) return;
     const int slot = logit_slots[row], token = chosen[row];

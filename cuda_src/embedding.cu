@@ -6,6 +6,7 @@
 
 extern "C" __global__ void embedding(const bf16* __restrict__ table, const int* __restrict__ ids,
                                      bf16* __restrict__ out) {
+    wait_for_previous_kernel();
     const bf16* from = table + static_cast<long long>(ids[blockIdx.x]) * HIDDEN_SIZE;
     bf16* to = out + static_cast<long long>(blockIdx.x) * HIDDEN_SIZE;
     for (int i = threadIdx.x * 8; i < HIDDEN_SIZE; i += blockDim.x * 8) store8(to + i, load8(from + i));

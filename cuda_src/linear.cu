@@ -11,6 +11,7 @@
 
 extern "C" __global__ void add_segments(const float* __restrict__ segments, int num_segments, long long stride,
                                         const bf16* residual, bf16* out, long long chunks) {
+    wait_for_previous_kernel();
     const long long chunk = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (chunk >= chunks) return;
     float sum[8];
@@ -32,6 +33,7 @@ __device__ __forceinline__ unsigned int pair_at(const bf16* __restrict__ m, int 
 extern "C" __global__ void __launch_bounds__(128)
     ordered_linear(const bf16* __restrict__ x, const bf16* __restrict__ w, float* __restrict__ y, int T, int N, int K,
                    int num_segments) {
+    wait_for_previous_kernel();
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int token = blockIdx.y * 16 + g, feature = blockIdx.x * 128 + threadIdx.x / 32 * 32;
     const int length = K / num_segments;
@@ -66,6 +68,7 @@ extern "C" __global__ void __launch_bounds__(128)
 // Adds to *count the number of i < n where the bits of a and b differ.
 extern "C" __global__ void count_differences(const unsigned int* __restrict__ a, const unsigned int* __restrict__ b,
                                              long long n, unsigned int* count) {
+    wait_for_previous_kernel();
     const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < n && a[i] != b[i]) atomicAdd(count, 1u);
 }

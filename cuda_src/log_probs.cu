@@ -12,6 +12,7 @@ constexpr float LOG2_E = 1.44269504f;
 extern "C" __global__ void __launch_bounds__(THREADS)
     log_probs(const float* __restrict__ logits, int stride, const int* __restrict__ token_ids, int count,
               float* __restrict__ chosen, int* __restrict__ top_ids, float* __restrict__ top) {
+    wait_for_previous_kernel();
     __shared__ Key warp_best[WARPS];
     const Logits row = row_at(logits, blockIdx.x, stride);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = part_width(0, VOCAB_SIZE, WARPS);

@@ -30,7 +30,7 @@ struct Split {
     __device__ __forceinline__ void find(const int* __restrict__ table, int split, int seq_len) {
         count = min(KV_SPLIT, seq_len - split * KV_SPLIT);
 #pragma unroll
-        for (int i = 0; i < SPLIT_PAGES; ++i) pages[i] = i * PAGE_SIZE < count ? table[split * SPLIT_PAGES + i] : 0;
+        for (int i = 0; i < SPLIT_PAGES; ++i) pages[i] = i * PAGE_SIZE < count ? load_here(table + split * SPLIT_PAGES + i) : 0;
     }
     __device__ __forceinline__ int num_tiles() const { return (count + KV_TILE - 1) / KV_TILE; }
 
@@ -100,17 +100,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __shared__ bool is_last;
     const Rows rows;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
-    const int seq_len = seq_lens[rows.sequence], num_splits = (seq_len + KV_SPLIT - 1) / KV_SPLIT;
+    const int seq_len = load_here(seq_lens + rows.sequence), num_splits = (seq_len + KV_SPLIT - 1) / KV_SPLIT;
     const bool takes_all = gridDim.z == 1;
     const int end = takes_all ? num_splits : blockIdx.z + 1;
     int split = blockIdx.z;
-    if (split >= num_splits) return;
     const int* const table =
-        block_tables + (static_cast<long long>(slots[rows.sequence]) * NUM_LAYERS + layer_idx) * max_pages;
+        block_tables + (static_cast<long long>(load_here(slots + rows.sequence)) * NUM_LAYERS + layer_idx) * max_pages;
     const int head = blockIdx.y / ROW_TILES;
 
     Split here;
     here.find(table, split, seq_len);
+    wait_for_previous_kernel();  // what stands above was there before the kernel before this one began
+    if (split >= num_splits) return;
     here.load(k_tiles, kv_cache, 0, head);
     if (!V_WAITS_FOR_K) here.load(v_tiles, kv_cache, 1, head);
     QueryRows query;

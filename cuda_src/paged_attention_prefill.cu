@@ -23,6 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                             const int* __restrict__ block_tables, int max_pages, int layer_idx, int skipped_rows,
                             const int* __restrict__ query_tiles, const int* __restrict__ cu_seqlens_q,
                             const int* __restrict__ seq_lens, const int* __restrict__ slots, bf16* __restrict__ out) {
+    wait_for_previous_kernel();
     bf16* const stages = dynamic_shared<bf16>();  // [2 stages][K, V][KV_TILE, HEAD_DIM]
     // [HEAD_DIM / 8][4][threads]; a thread touches its own column only.
     float* const total_out = reinterpret_cast<float*>(stages + 4 * TILE_ELEMENTS) + threadIdx.x;

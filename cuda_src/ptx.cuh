@@ -39,6 +39,15 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
+// Memory
+
+// A word, loaded here: an ordinary load the compiler would move to where it is used, behind a wait.
+__device__ __forceinline__ int load_here(const int* p) {
+    int value;
+    PTX_OR_PLAIN(asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(p)), value = *p);
+    return value;
+}
+
 // Whole warps
 
 #ifdef EMULATED
@@ -269,7 +278,8 @@ __device__ __forceinline__ void async_fence() {
 #endif
 
 // In a launch that may overlap the kernel before it: waits until that is over and its writes are seen. Nothing in
-// any other launch, or below sm_90.
+// any other launch, or below sm_90. Every thread of every kernel calls it before it touches what the kernel before it
+// reads or writes: then kernels are in order though each waits for one only.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -38,6 +38,7 @@ __device__ __forceinline__ void normalize(const float (&x)[CHUNKS][8], const bf1
 extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     rmsnorm(const bf16* __restrict__ x, const int* __restrict__ row_ids, const bf16* __restrict__ weight,
             bf16* __restrict__ y) {
+    wait_for_previous_kernel();
     const long long row = row_ids ? row_ids[blockIdx.x] : blockIdx.x;
     float values[CHUNKS][8] = {};
 #pragma unroll
@@ -51,6 +52,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
 extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     add_rmsnorm(const float* __restrict__ segments, int num_segments, long long stride, bf16* __restrict__ x,
                 const int* __restrict__ row_ids, const bf16* __restrict__ weight, bf16* __restrict__ y) {
+    wait_for_previous_kernel();
     const long long row = row_ids ? row_ids[blockIdx.x] : blockIdx.x;
     float values[CHUNKS][8] = {};
 #pragma unroll

@@ -37,6 +37,8 @@ extern "C" __global__ void rope_kv_write(const bf16* __restrict__ qkv, const flo
                                          const int* __restrict__ kv_index, const int* __restrict__ token_slots,
                                          const int* __restrict__ block_tables, int max_pages, int layer_idx,
                                          bf16* __restrict__ q, bf16* __restrict__ kv_cache) {
+    launch_next_kernel();  // attention has block tables to look at before it needs this
+    wait_for_previous_kernel();
     const long long token = blockIdx.x;
     const bf16* row = qkv + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM;
     const long long angle = static_cast<long long>(positions[token]) * HALF;

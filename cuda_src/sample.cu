@@ -22,6 +22,7 @@ constexpr int MASS_BITS = 43;
 constexpr int ID_BITS = 20;  // with those of a mass, one more than MASS_BITS, 64
 
 extern "C" __global__ void segment_maxima(const float* __restrict__ logits, int stride, Key* __restrict__ maxima) {
+    wait_for_previous_kernel();
     const Key key = part_max(row_at(logits, blockIdx.x, stride));
     maxima[static_cast<long long>(blockIdx.x) * SEGMENTS + blockIdx.y * blockDim.x + threadIdx.x] = key;
 }
@@ -407,6 +408,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     sample(const float* __restrict__ logits, int stride, const Key* __restrict__ maxima, const int* __restrict__ slots,
            const int* __restrict__ token_rows, const int* __restrict__ positions, const Settings* __restrict__ settings,
            int* __restrict__ ids) {
+    wait_for_previous_kernel();
     __shared__ List list;
     __shared__ u64 parts[WARPS];
     __shared__ Key warp_best[WARPS];

@@ -7,6 +7,7 @@
 constexpr float LOG2_E = 1.4426950408889634f;
 
 extern "C" __global__ void silu_mul(const bf16* __restrict__ gate_up, bf16* __restrict__ out) {
+    wait_for_previous_kernel();
     const int start = (blockIdx.y * blockDim.x + threadIdx.x) * 8;
     if (start >= INTERMEDIATE_SIZE) return;
     const long long row = blockIdx.x;

@@ -29,12 +29,14 @@ from samir_vllm.backends import (
     BatchArrays,
     cublas,
     cuda_compile,
+    cuda_launch,
     cuda_probe,
     rope_cos_sin,
 )
 from samir_vllm.backends.cublas import WORKSPACE_BYTES, Cublas
 from samir_vllm.backends.cuda_cache import Cache
 from samir_vllm.backends.cuda_context import in_background
+from samir_vllm.backends.cuda_launch import OverlappingLauncher
 from samir_vllm.backends.cuda_probe import Gpu, one_line
 from samir_vllm.backends.cuda_upload import WeightUploader
 from samir_vllm.backends.reference_sampler import MAX_VOCAB, SETTINGS, Adjustments, settings_of
@@ -204,6 +206,7 @@ class CudaBackend(Backend):
         self._ordered_gemm = False  # our own GEMM in place of cuBLAS
         self._uploaded_bytes = 0
         self._partials: tuple[Any, ...] = ()
+        self._overlap: OverlappingLauncher | None = None  # while a graph is recorded, where the GPU can do it
         self._decode_shared_bytes = cuda_compile.decode_shared_bytes(config, self._gpu.max_shared_bytes)
         with self._errors_in_words():
             self._start()
@@ -560,6 +563,8 @@ class CudaBackend(Backend):
         self._launch("keep_tokens", _grid_over(rows), ELEMENTWISE_THREADS, args)
 
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
+        if cuda_launch.can_overlap(self._gpu):
+            self._overlap = OverlappingLauncher(self.stream)
         self.stream.begin_capture()
         try:
             out = run()
@@ -567,6 +572,8 @@ class CudaBackend(Backend):
             with suppress(Exception):  # what is wrong already is what counts
                 self.stream.end_capture()
             raise
+        finally:
+            self._overlap = None
         graph = self.stream.end_capture()
 
         def replay() -> T:
@@ -583,7 +590,11 @@ class CudaBackend(Backend):
     def _launch(
         self, name: str, grid: tuple[int, ...], threads: int, args: tuple[Any, ...], shared: int = 0
     ) -> None:
-        if 0 not in grid:
+        if 0 in grid:
+            return
+        if self._overlap is not None:
+            self._overlap(self._kernels[name], grid, threads, args, shared)
+        else:
             self._kernels[name](grid, (threads,), args, shared_mem=shared, stream=self.stream)
 
     def embedding(self, table: Any, inputs: CudaInputs) -> Any:

@@ -29,7 +29,7 @@ PETAFLOP = 1e15
 BLOCK = (1 << 22) + 24  # random numbers that operands repeat; no multiple of a row's length
 LAUNCHES = 500  # timed together; a stream takes more than that before it makes the host wait
 GRAPH_NODES = 100
-GRAPH_SECONDS_AT_LEAST = 2e-3
+GRAPH_SECONDS_AT_LEAST, GRAPH_NODES_AT_MOST = 2e-3, 2000  # of a graph that is timed
 
 
 def device_name(backend: Any) -> str:
@@ -65,33 +65,20 @@ def gpu_seconds(backend: Any, run: Callable[[], object]) -> float:
 
 
 def graph_seconds(backend: Any, launches: Sequence[Callable[[], object]]) -> float:
-    """The GPU's time for one round of ``launches``, replayed as a CUDA graph so that the host doesn't count.
+    """The GPU's time for one round of ``launches``, replayed from a CUDA graph so that the host doesn't count.
 
     Args:
-        backend: whose stream is captured.
+        backend: what records them.
         launches: each puts work on the stream, allocates nothing, and may be repeated.
     """
-    rounds = 1
+    most, rounds = -(-GRAPH_NODES_AT_MOST // len(launches)), 1
     while True:
-        graph = capture(backend, [launch for _ in range(rounds) for launch in launches])
-        seconds = gpu_seconds(backend, functools.partial(graph.launch, backend.stream)) / rounds
-        if seconds * rounds >= GRAPH_SECONDS_AT_LEAST or rounds * len(launches) >= 2000:
+        replay = backend.record(lambda rounds=rounds: [launch() for _ in range(rounds) for launch in launches])
+        seconds = gpu_seconds(backend, replay) / rounds
+        if seconds * rounds >= GRAPH_SECONDS_AT_LEAST or rounds >= most:
             return seconds
         # What a short graph takes is in part its start: one that is long enough tells the truth.
-        rounds = min(math.ceil(1.2 * GRAPH_SECONDS_AT_LEAST / seconds), -(-2000 // len(launches)))
-
-
-def capture(backend: Any, launches: Sequence[Callable[[], object]]) -> Any:
-    """A CUDA graph of everything that they put on the stream."""
-    backend.stream.synchronize()
-    backend.stream.begin_capture()
-    try:
-        for launch in launches:
-            launch()
-    finally:  # else the stream would capture for ever
-        graph = backend.stream.end_capture()
-    graph.upload(backend.stream)
-    return graph
+        rounds = min(math.ceil(1.2 * GRAPH_SECONDS_AT_LEAST / seconds), most)
 
 
 # Memory

@@ -8,26 +8,23 @@ and the runner for the weights' sizes.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from pydoc_data import topics
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from samir_vllm.engine import Engine
-from samir_vllm.llama import LlamaWeights
+from samir_vllm.errors import OptionError
+from samir_vllm.extras.bench.limits import host_read_rates, weight_bytes
+from samir_vllm.extras.bench.report import number
 from samir_vllm.sampling import SamplingParams
 from samir_vllm.tokenizer import GPT2_SPLIT, LLAMA3_SPLIT, Tokenizer, load_tokenizer
 
-RULER_BYTES = 512 * 2**20  # far beyond any cache of one core
 TEXT_BYTES = 2**20
 PROMPT_TOKENS = 32
 
@@ -36,11 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--model", metavar="DIR|NAME", help="as for generate")
     parser.add_argument(
-        "--new", type=int, default=64, metavar="N", help="tokens decoded in a run (%(default)s)"
+        "--new", type=number, default=64, metavar="N", help="tokens decoded in a run (%(default)s)"
     )
     parser.add_argument(
         "--runs",
-        type=int,
+        type=number,
         default=5,
         metavar="N",
         help="runs of limit and decode; the median counts (%(default)s)",
@@ -50,15 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit status."""
+    if args.new < 2:
+        raise OptionError("--new must be 2 or more: the first token comes with the prompt")
     started = time.perf_counter()
     engine = Engine(args.model, device="cpu")
     load_seconds = time.perf_counter() - started
-    weights: LlamaWeights = engine._runner.weights  # type: ignore[attr-defined]
-    token_bytes = weight_bytes(weights)
+    token_bytes = weight_bytes(engine._runner.weights)  # type: ignore[attr-defined]
     # Limit and measurement alternate, so that both meet the same neighbours on a shared machine.
     pairs = []
     for _ in range(args.runs):
-        rulers = read_rulers(engine.model_config.hidden_size)
+        rulers = host_read_rates(engine.model_config.hidden_size)
         pairs.append((rulers, decode_seconds(engine, args.new)))
     rulers = {name: statistics.median(r[name] for r, _ in pairs) for name in pairs[0][0]}
     shares = [token_bytes / seconds / max(r.values()) for r, seconds in pairs]
@@ -79,38 +77,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         Console(highlight=False).print(_table(report))
     return 0
-
-
-def median_rate(nbytes: int, read: Callable[[], object], repeats: int = 9) -> float:
-    """Bytes a second of the median of several runs."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        read()
-        times.append(time.perf_counter() - start)
-    return nbytes / statistics.median(times)
-
-
-def read_rulers(width: int) -> dict[str, float]:
-    """Read bandwidth, bytes/s, by several means: GEMVs of wide and model-wide rows, threads of max."""
-    data = np.ones(RULER_BYTES // 4, np.float32)
-    rulers = {}
-    for columns in sorted({8192, width}):
-        matrix = data[: len(data) // columns * columns].reshape(-1, columns)
-        vector = np.ones(columns, np.float32)
-        rulers[f"GEMV, rows of {columns}"] = median_rate(
-            matrix.nbytes, functools.partial(np.dot, matrix, vector)
-        )
-    with ThreadPoolExecutor() as pool:
-        parts = np.array_split(data, pool._max_workers)
-        rulers["max, all threads"] = median_rate(data.nbytes, lambda: list(pool.map(np.max, parts)))
-    return rulers
-
-
-def weight_bytes(weights: LlamaWeights) -> int:
-    """Bytes one token reads: every matrix and norm once; of the embeddings, as the head, all rows."""
-    layers = sum(getattr(layer, f.name).nbytes for layer in weights.layers for f in fields(layer))
-    return int(layers + weights.norm.nbytes + weights.lm_head.nbytes)
 
 
 def decode_seconds(engine: Engine, new_tokens: int) -> float:

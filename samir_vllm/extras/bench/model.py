@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -18,9 +18,10 @@ import numpy as np
 from samir_vllm.backends import select_backend
 from samir_vllm.config import PAGE_SIZE, EngineConfig, ModelConfig, RopeScaling
 from samir_vllm.engine import Engine
-from samir_vllm.errors import OptionError
+from samir_vllm.errors import OptionError, SamirVllmError
 from samir_vllm.hub import resolve_model
 from samir_vllm.model_runner import ModelRunner
+from samir_vllm.outputs import StepOutput
 from samir_vllm.tokenizer import StreamDecoder
 from samir_vllm.weights import expected_tensors, open_weights
 
@@ -172,6 +173,13 @@ def make_engine(
     engine.backend_name = backend.name
     engine.notices += backend.notices
     return engine
+
+
+def check_outputs(outputs: Iterable[StepOutput]) -> None:
+    """Raises SamirVllmError where a request has failed: its time means nothing."""
+    for out in outputs:
+        if out.completion is not None and out.completion.error is not None:
+            raise SamirVllmError(f"a request failed: {out.completion.error}")
 
 
 def pages_per_seq(tokens: int) -> int:

@@ -32,7 +32,7 @@ from typing import IO, Any
 from samir_vllm.commandline import error_console
 from samir_vllm.config import ModelConfig, show
 
-PEER_SECONDS = 300.0
+PEER_SECONDS = 300
 """How long the child may take for all its works, its start and its compiling included."""
 
 PROGRAM = Path(__file__).with_name("transformers_peer.py")
@@ -68,7 +68,7 @@ def transformers_results(
 ) -> dict[str, PeerTime] | None:
     """Run works through transformers.
 
-    To be called while the bench itself holds little of the GPU's memory: before its engine is made.
+    To be called while the bench itself holds little of the GPU's memory: when its engine is gone.
 
     Args:
         config: the shape.

@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from samir_vllm.commandline import error_console, print_notice
+import numpy as np
+
+from samir_vllm.config import ModelConfig
 from samir_vllm.engine import Engine
-from samir_vllm.extras.bench.decode import TimedRunner, check, gpu_seconds, runner_of
 from samir_vllm.extras.bench.limits import (
     Limits,
+    StepWork,
     causal_pairs,
     floor_seconds,
     measure_limits,
@@ -25,6 +28,7 @@ from samir_vllm.extras.bench.limits import (
 from samir_vllm.extras.bench.model import (
     add_model_arguments,
     check_context,
+    check_outputs,
     make_engine,
     model_name,
     open_model,
@@ -38,10 +42,12 @@ from samir_vllm.extras.bench.report import (
     check_output,
     number,
     numbers,
+    print_notices,
     progress,
     with_peer,
     write_report,
 )
+from samir_vllm.extras.bench.timed_runner import TimedRunner, gpu_seconds, runner_of
 from samir_vllm.sampling import SamplingParams
 
 TOKENS = [128, 512, 2000, 3968]
@@ -68,8 +74,19 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit status."""
     check_output(args)
     config, tensors = open_model(args)
+    check_context(config, max(args.tokens) + 1)
+    limits, rows = measure_all(args, config, tensors)
+    works = [{"name": row.name, "kind": "prefill", "tokens": row.tokens} for row in rows]
+    report = Report("prefill", model_name(args), limits, rows)
+    write_report(with_peer(report, args, config, works), args)
+    return 0
+
+
+def measure_all(
+    args: argparse.Namespace, config: ModelConfig, tensors: Mapping[str, np.ndarray]
+) -> tuple[Limits, list[Row]]:
+    """All lengths, with one engine, which is gone afterwards."""
     longest = max(args.tokens)
-    check_context(config, longest + 1)
     pages = pages_per_seq(longest + 1)
     engine = make_engine(
         args,
@@ -81,9 +98,7 @@ def run(args: argparse.Namespace) -> int:
         max_pages_per_seq=pages,
         runner_class=TimedRunner,
     )
-    console = error_console()
-    for notice in engine.notices:
-        print_notice(console, notice)
+    print_notices(engine.notices)
     with progress(1 + len(args.tokens)) as begin:
         begin("limits")
         limits = measure_limits(runner_of(engine).backend)
@@ -91,13 +106,7 @@ def run(args: argparse.Namespace) -> int:
         for tokens in args.tokens:
             begin(f"{tokens} tokens")
             rows.append(measure(engine, limits, tokens, args.runs))
-    report = Report("prefill", model_name(args), limits, rows)
-    if args.peers is not None:
-        del engine  # the peer needs the GPU's memory
-        works = [{"name": row.name, "kind": "prefill", "tokens": row.tokens} for row in rows]
-        report = with_peer(report, args, config, works)
-    write_report(report, args)
-    return 0
+    return limits, rows
 
 
 def measure(engine: Engine, limits: Limits, tokens: int, runs: int) -> Row:
@@ -106,13 +115,12 @@ def measure(engine: Engine, limits: Limits, tokens: int, runs: int) -> Row:
     for _ in range(WARM_UP):
         first_token_seconds(engine, tokens)
     times = [first_token_seconds(engine, tokens) for _ in range(runs)]
-    runner.begin(lambda step: True)
+    runner.begin()
     first_token_seconds(engine, tokens)
     marks = runner.end()
-    nbytes = step_bytes(
-        runner.weights, config, tokens=tokens, kv_tokens=0, kv_itemsize=runner.backend.kv_itemsize
-    )
-    flops = step_flops(config, tokens=tokens, attended=causal_pairs(tokens), logit_rows=1)
+    work = StepWork(tokens, kv_tokens=0, attended=causal_pairs(tokens), logit_rows=1)
+    nbytes = step_bytes(runner.weights, config, work, runner.backend.kv_itemsize)
+    flops = step_flops(config, work)
     seconds = statistics.median(times)
     details = {"mean_seconds": statistics.mean(times), "gpu_seconds": gpu_seconds(marks)}
     return Row(
@@ -140,5 +148,5 @@ def first_token_seconds(engine: Engine, tokens: int) -> float:
     while engine.has_work:
         outputs += engine.step()
     seconds = time.perf_counter() - start
-    check(outputs)
+    check_outputs(outputs)
     return seconds

@@ -9,7 +9,7 @@ import argparse
 import gc
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from samir_vllm.commandline import error_console, print_notice
 from samir_vllm.config import ModelConfig
 from samir_vllm.errors import OptionError
 from samir_vllm.extras.bench.limits import Limits
+from samir_vllm.extras.bench.peers import PEER_SECONDS, transformers_results
 
 PICTURES = (".png", ".svg")
 PEERS = ("transformers",)
@@ -95,7 +96,7 @@ def add_output_arguments(parser: argparse.ArgumentParser, *, peers: bool = True)
         parser.add_argument(
             "--peer-seconds",
             type=number,
-            default=300,
+            default=PEER_SECONDS,
             metavar="N",
             help="what it has measured by then is what counts (%(default)s)",
         )
@@ -142,6 +143,21 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         yield begin
 
 
+def print_notices(notices: Iterable[str]) -> None:
+    """Lines that the user should know, on standard error."""
+    console = error_console()
+    for notice in notices:
+        print_notice(console, notice)
+
+
+def print_table(table: Table) -> None:
+    """On standard output."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    console.print(table)
+
+
 def write_report(report: Report, args: argparse.Namespace) -> None:
     """As the arguments want it: a table or JSON on standard output, and a picture.
 
@@ -151,10 +167,7 @@ def write_report(report: Report, args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(report.as_json()))
     else:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = WIDTH
-        console.print(table_of(report))
+        print_table(table_of(report))
     if args.plot is not None:
         draw(report, Path(args.plot))
 
@@ -162,7 +175,7 @@ def write_report(report: Report, args: argparse.Namespace) -> None:
 def with_peer(
     report: Report, args: argparse.Namespace, config: ModelConfig, works: list[dict[str, Any]]
 ) -> Report:
-    """The report with the seconds of the peer that ``--peers`` names; as it is where that one can't run.
+    """The report with the seconds of the peer that ``--peers`` names; as it is without one that can run.
 
     Our engine must be gone by now: the peer needs the GPU's memory.
 
@@ -172,15 +185,14 @@ def with_peer(
         config: the model's shape.
         works: as ``peers`` wants them.
     """
-    from samir_vllm.extras.bench.peers import transformers_results
-
+    if args.peers is None:
+        return report
     gc.collect()
     free_unused_memory()
-    console = error_console()
     results = transformers_results(
         config,
         works,
-        notify=lambda line: print_notice(console, line),
+        notify=lambda line: print_notices([line]),
         device=args.device,
         seconds=args.peer_seconds,
     )

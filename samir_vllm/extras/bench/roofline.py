@@ -11,11 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from samir_vllm.backends import select_backend
-from samir_vllm.commandline import error_console, print_notice
 from samir_vllm.config import EngineConfig
 from samir_vllm.extras.bench.limits import Limits, gemm_rates, measure_limits
 from samir_vllm.extras.bench.model import add_model_arguments, model_config
@@ -24,6 +22,8 @@ from samir_vllm.extras.bench.report import (
     check_output,
     duration,
     load_pyplot,
+    print_notices,
+    print_table,
     progress,
     rate,
     save_figure,
@@ -59,9 +59,7 @@ def run(args: argparse.Namespace) -> int:
     # Nothing of the model runs here: the smallest buffers do.
     options = EngineConfig(device=args.device, max_num_seqs=1, max_batched_tokens=1, max_model_len=1)
     backend = select_backend(options, config)
-    console = error_console()
-    for notice in backend.notices:
-        print_notice(console, notice)
+    print_notices(backend.notices)
     with progress(2) as begin:
         begin("GEMMs")
         rates = gemm_rates(backend)
@@ -69,11 +67,10 @@ def run(args: argparse.Namespace) -> int:
         limits = measure_limits(backend, rates)
     gemms = [Gemm(*size, flops) for size, flops in rates.items()]
     if args.json:
-        print(
-            json.dumps({"bench": "roofline", "limits": asdict(limits), "gemms": [asdict(g) for g in gemms]})
-        )
+        found = {"bench": "roofline", "limits": asdict(limits), "gemms": [asdict(g) for g in gemms]}
+        print(json.dumps(found))
     else:
-        Console(highlight=False).print(table_of(limits, gemms))
+        print_table(table_of(limits, gemms))
     if args.plot is not None:
         draw(limits, gemms, Path(args.plot))
     return 0
