@@ -112,11 +112,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     here.find(table, split, seq_len);
     wait_for_previous_kernel();  // what stands above was there before the kernel before this one began
     if (split >= num_splits) return;
-    here.load(k_tiles, kv_cache, 0, head);
-    if (!V_WAITS_FOR_K) here.load(v_tiles, kv_cache, 1, head);
-    QueryRows query;
+    QueryRows query;  // before K and V, behind which it would wait for them
     load_query(query, g < rows.rows ? q + rows.offset(g) : nullptr,
                g + 8 < rows.rows ? q + rows.offset(g + 8) : nullptr);
+    here.load(k_tiles, kv_cache, 0, head);
+    if (!V_WAITS_FOR_K) here.load(v_tiles, kv_cache, 1, head);
     SoftmaxState<COLUMNS> total;
     total.clear();
     while (true) {

@@ -7,6 +7,7 @@ one stream of one device. Knows no sequence and no scheduler.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import time
@@ -563,24 +564,34 @@ class CudaBackend(Backend):
         self._launch("keep_tokens", _grid_over(rows), ELEMENTWISE_THREADS, args)
 
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
-        if cuda_launch.can_overlap(self._gpu):
-            self._overlap = OverlappingLauncher(self.stream)
-        self.stream.begin_capture()
-        try:
-            out = run()
-        except BaseException:
-            with suppress(Exception):  # what is wrong already is what counts
-                self.stream.end_capture()
-            raise
-        finally:
-            self._overlap = None
-        graph = self.stream.end_capture()
+        with self._recording():
+            self.stream.begin_capture()
+            try:
+                out = run()
+            except BaseException:
+                with suppress(Exception):  # what is wrong already is what counts
+                    self.stream.end_capture()
+                raise
+            graph = self.stream.end_capture()
 
         def replay() -> T:
             graph.launch(self.stream)
             return out
 
         return replay
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        if cuda_launch.can_overlap(self._gpu):
+            self._overlap = OverlappingLauncher(self.stream)
+        collects = gc.isenabled()
+        gc.disable()  # an engine that it finds would be closed now, by calls that end a capture
+        try:
+            yield
+        finally:
+            self._overlap = None
+            if collects:
+                gc.enable()
 
     def read_later(self, *arrays: Any) -> Callable[[], list[np.ndarray]]:
         return _Reading(self.stream, arrays)
