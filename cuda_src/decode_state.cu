@@ -38,7 +38,7 @@ __device__ __forceinline__ int block_scan(int value, int& total) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    begin_decode(int* rows, int capacity, int num_rows, int nobody, const int* __restrict__ kept, int* inputs) {
+    begin_decode(int* rows, int capacity, int num_rows, int nobody, int* kept, int* inputs) {
     wait_for_previous_kernel();
     int num_splits = 0;  // of the rows before
     for (int start = 0; start < num_rows; start += THREADS) {
@@ -51,6 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             outputs = place + 1 - rows[2 * capacity + row];
             token = kept[slot * 2 + place % 2];
             rows[capacity + row] = place + 1;
+            if (token < 0) kept[slot * 2 + (place + 1) % 2] = -1;  // it stays ended
         }
         if (token < 0) slot = nobody;
         const int seq_len = token < 0 ? 0 : place + 1;
@@ -68,14 +69,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // Rows of decode whose token id is negative, in a step that the host has staged.
 extern "C" __global__ void fill_tokens(int* token_ids, const int* __restrict__ kv_index, int* token_slots, int* slots,
-                                       int* seq_lens, int* logit_slots, int decodes, int nobody,
-                                       const int* __restrict__ kept) {
+                                       int* seq_lens, int* logit_slots, int decodes, int nobody, int* kept) {
     wait_for_previous_kernel();
     const int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= decodes || token_ids[row] >= 0) return;
     const int token = kept[slots[row] * 2 + kv_index[row] % 2];
     token_ids[row] = max(token, 0);
     if (token >= 0) return;
+    kept[slots[row] * 2 + (kv_index[row] + 1) % 2] = -1;
     token_slots[row] = slots[row] = logit_slots[row] = nobody;
     seq_lens[row] = 0;
 }

@@ -278,15 +278,16 @@ __device__ __forceinline__ void async_fence() {
 #endif
 
 // In a launch that may overlap the kernel before it: waits until that is over and its writes are seen. Nothing in
-// any other launch, or below sm_90. Every thread of every kernel calls it before it touches what the kernel before it
-// reads or writes: then kernels are in order though each waits for one only.
+// any other launch, or below sm_90. Every thread of every kernel calls it, and reads before it only what was written three
+// kernels ago or earlier: the kernel before may still be waiting for its own predecessor.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next kernel start before this one is over, once all blocks have said so or ended.
+// Lets the next kernel start before this one is over, once all blocks have said so or ended. Never in two kernels in a row:
+// the second one's successor could then run beside the first.
 __device__ __forceinline__ void launch_next_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

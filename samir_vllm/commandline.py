@@ -6,6 +6,7 @@ Light to import: the engine and rich come when something needs them. Knows no co
 from __future__ import annotations
 
 import argparse
+import gc
 import re
 import signal
 import sys
@@ -127,6 +128,9 @@ def load_engine(args: argparse.Namespace, console: Console, *, quiet: bool) -> E
         engine = Engine(
             args.model, progress=lambda done, total: bar.update(task, completed=done, total=total), **options
         )
+    # What has been loaded stays. Else the garbage collector goes through all of it now and then, for longer
+    # than the steps under way take.
+    gc.freeze()
     for notice in engine.notices:
         print_notice(console, notice)
     return engine

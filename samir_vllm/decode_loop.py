@@ -58,9 +58,10 @@ class DecodeLoop:
         Args:
             sequences: at least one; the same list as long as they are the same.
         """
-        if sequences is not self._sequences or sequences[0].num_launched_tokens != self._position:
+        goes_on = sequences is self._sequences and sequences[0].num_launched_tokens == self._position
+        self._sequences = []  # what is interrupted may have moved the rows on, or not
+        if not goes_on:
             self._set_rows(sequences)
-        self._sequences = []  # one that is interrupted may have moved the rows on, or not
         arrays = self._record(self._backend.decode_shape(self._max_seq_len))()
         self._position += 1
         self._max_seq_len += 1

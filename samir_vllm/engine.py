@@ -28,6 +28,7 @@ from samir_vllm.chat import ChatFormat
 from samir_vllm.config import EngineConfig, ModelConfig
 from samir_vllm.errors import InvariantError, RequestError
 from samir_vllm.hub import resolve_model
+from samir_vllm.interrupts import uninterrupted
 from samir_vllm.loading import Progress, load_model
 from samir_vllm.outputs import Completion, RequestMetrics, RequestOutput, StepOutput, StepRecord, refused
 from samir_vllm.page_pool import PagePool
@@ -81,6 +82,7 @@ class _Launched:
     step: ScheduledStep
     result: Callable[[], StepResult]
     started: float  # seconds
+    has_failed: bool = False  # it isn't under way, and its result raises why
 
 
 class Engine:
@@ -170,7 +172,7 @@ class Engine:
         self._held: list[StepOutput] = []  # for the next `step`
         self._outboxes: dict[str, list[StepOutput]] = {}  # of requests that `generate` or a stream waits for
         self._launched: deque[_Launched] = deque()  # the oldest first
-        self._booked: list[Sequence] = []  # they have a token, or have ended, and nobody has been told
+        self._booked: deque[Sequence] = deque()  # they have a token, or have ended, and nobody has been told
         self._last_end = 0.0  # of the step before, seconds
         self.on_step: Callable[[StepRecord], None] | None = None
         self._ended: list[tuple[str, FinishReason]] = []  # for on_step
@@ -180,7 +182,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """A call of ``step`` has something to do or to tell."""
-        return self.scheduler.has_work or bool(self._held) or not self._inbox.empty()
+        return self.scheduler.has_work or bool(self._booked or self._held) or not self._inbox.empty()
 
     # Requests
 
@@ -331,7 +333,7 @@ class Engine:
         Returns:
             What it had generated; None if no such request is live (never was, or has ended).
         """
-        self._deliver(self._postprocess())  # what an interruption has left
+        self._postprocess()  # what an interruption has left
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -419,30 +421,23 @@ class Engine:
 
     def _pump(self) -> None:
         """One step, each output to whom it concerns."""
-        self._deliver(self._advance())
-
-    def _deliver(self, outputs: list[StepOutput]) -> None:
-        if not self._outboxes:
-            self._held += outputs
-            return
-        for out in outputs:
-            self._outboxes.get(out.request_id, self._held).append(out)
-            if out.result is not None:
-                self._outboxes.pop(out.request_id, None)
-
-    def _advance(self) -> list[StepOutput]:
         self._take_inbox()
-        outputs = self._postprocess()  # what an interruption has left
-        outputs += self._launch(self._runner.steps_ahead + 1)
+        self._postprocess()  # what an interruption has left
+        self._launch()
         if self._launched:
-            outputs += self._read()
-        return outputs
+            self._read()
 
-    def _launch(self, depth: int) -> list[StepOutput]:
-        """Launch steps until ``depth`` are under way or there is none; the outputs of what failed."""
-        outputs: list[StepOutput] = []
-        while len(self._launched) < depth:
-            step, started = self.scheduler.schedule(), time.perf_counter()
+    def _deliver(self, out: StepOutput) -> None:
+        self._outboxes.get(out.request_id, self._held).append(out)
+        if out.result is not None:
+            self._outboxes.pop(out.request_id, None)
+
+    def _launch(self) -> None:
+        """Launch steps until as many are under way as may be, or there is nothing to do."""
+        launched = self._launched
+        while len(launched) <= self._runner.steps_ahead and not (launched and launched[-1].has_failed):
+            with uninterrupted():
+                step, started = self.scheduler.schedule(), time.perf_counter()
             if step.is_empty:
                 break
             try:
@@ -450,37 +445,36 @@ class Engine:
             except InvariantError:
                 raise
             except Exception as exc:
-                outputs += self._fail(step, exc)
-                self._tell(step, started)
+                # Its turn comes when those before it have been read: they may give its sequences tokens.
+                launched.append(_Launched(step, _raises(exc), started, has_failed=True))
                 break
-            self._launched.append(_Launched(step, result, started))
-            self.scheduler.launched(step)
-        return outputs
+            with uninterrupted():
+                launched.append(_Launched(step, result, started))
+                self.scheduler.launched(step)
 
-    def _read(self) -> list[StepOutput]:
-        """The results of the oldest step under way."""
+    def _read(self) -> None:
+        """Take in the results of the oldest step under way."""
         launched = self._launched[0]
         step = launched.step
+        # Steps that an engine launched before it heard of everybody's end are nobody's.
+        is_told = self.on_step is not None and not all(s.is_finished for s in step.sequences())
         try:
             result = launched.result()
         except InvariantError:
-            self._launched.popleft()
             raise
         except Exception as exc:
-            self._launched.popleft()
-            outputs = self._fail(step, exc)
+            with uninterrupted():
+                self._launched.popleft()
+                self._fail(step, exc)
         else:
-            self._book(step, result)
-            self._launched.popleft()
-            # Whoever reads a step late launches the next one first: the device shall not wait for text.
-            outputs = self._launch(self._runner.steps_ahead + 1) if self._runner.steps_ahead else []
-            outputs += self._postprocess()
-        self._tell(step, launched.started)
-        return outputs
-
-    def _tell(self, step: ScheduledStep, started: float) -> None:
-        if self.on_step is not None:
-            self.on_step(self._record(step, max(started, self._last_end)))
+            with uninterrupted():
+                self._book(step, result)
+                self._launched.popleft()
+            if self._runner.steps_ahead:
+                self._launch()  # before the text is made: the device shall not wait for that
+            self._postprocess()
+        if is_told and self.on_step is not None:
+            self.on_step(self._record(step, max(launched.started, self._last_end)))
         self._last_end = time.perf_counter()
 
     def _record(self, step: ScheduledStep, started: float) -> StepRecord:
@@ -500,24 +494,25 @@ class Engine:
     def _book(self, step: ScheduledStep, result: StepResult) -> None:
         if result.logprobs is not None or result.prompt_logprobs:
             self._book_logprobs(step, result)
-        self._booked = self.scheduler.commit(step, result.token_ids)
+        self._booked += self.scheduler.commit(step, result.token_ids)
 
-    def _postprocess(self) -> list[StepOutput]:
+    def _postprocess(self) -> None:
         """Tell of the sequences that the last step gave something; what they say becomes text."""
-        booked, self._booked = self._booked, []
-        outputs = []
-        for seq in booked:
-            answer = self._answers[seq.request_id]
-            text = ""
-            if seq.finish_reason is None:
-                token = seq.token_ids[-1]
-                text = answer.push(token)
-                if answer.stop_string is None:
-                    outputs.append(StepOutput(answer.request_id, answer.index, token, text, None, None))
-                    continue
-                self.scheduler.abort(seq, "stop")
-            outputs.append(self._finish(answer, text))
-        return outputs
+        with uninterrupted():
+            while self._booked:
+                self._deliver(self._tell(self._booked[0]))
+                self._booked.popleft()
+
+    def _tell(self, seq: Sequence) -> StepOutput:
+        answer = self._answers[seq.request_id]
+        text = ""
+        if seq.finish_reason is None:
+            token = seq.token_ids[-1]
+            text = answer.push(token)
+            if answer.stop_string is None:
+                return StepOutput(answer.request_id, answer.index, token, text, None, None)
+            self.scheduler.abort(seq, "stop")
+        return self._finish(answer, text)
 
     def _book_logprobs(self, step: ScheduledStep, result: StepResult) -> None:
         """Before the step is committed: only now do the sequences tell where its tokens belong."""
@@ -530,14 +525,12 @@ class Engine:
                 if logprobs is not None and not seq.is_finished:
                     self._answers[seq.request_id].book_logprobs(logprobs)
 
-    def _fail(self, step: ScheduledStep, exc: Exception) -> list[StepOutput]:
+    def _fail(self, step: ScheduledStep, exc: Exception) -> None:
         """The step's sequences end with an error and return their pages; those that wait go on."""
         log.error("a step failed", exc_info=exc)
-        outputs = []
-        for seq in [*step.decodes, *(s for s, _ in step.prefills)]:
+        for seq in step.sequences():
             if self.scheduler.abort(seq, "error", f"{type(exc).__name__}: {' '.join(str(exc).split())}"):
-                outputs.append(self._finish(self._answers[seq.request_id]))
-        return outputs
+                self._deliver(self._finish(self._answers[seq.request_id]))
 
     def _finish(self, answer: Answer, text: str = "") -> StepOutput:
         """The last output of an answer whose sequence has ended; ``text`` is what this step gave already."""
@@ -680,6 +673,13 @@ def _is_single(prompts: Any) -> bool:
         return True
     items = list(prompts)
     return bool(items) and (isinstance(items[0], (int, Mapping)))
+
+
+def _raises(exc: Exception) -> Callable[[], StepResult]:
+    def result() -> StepResult:
+        raise exc
+
+    return result
 
 
 def _is_plainly_greedy(params: SamplingParams) -> bool:

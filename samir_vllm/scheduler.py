@@ -245,9 +245,11 @@ class Scheduler:
         if len(token_ids) != len(sampled):
             raise InvariantError(f"the runner gave {len(token_ids)} tokens for {len(sampled)} sequences")
         for seq, chunk in step.prefills:
-            seq.num_computed_tokens += chunk
+            if not seq.is_finished:
+                seq.num_computed_tokens += chunk
         for seq in step.decodes:
-            seq.num_computed_tokens += 1
+            if not seq.is_finished:
+                seq.num_computed_tokens += 1
         booked: list[Sequence] = []
         ended = False
         now = self._clock()

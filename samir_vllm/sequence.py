@@ -155,6 +155,10 @@ class ScheduledStep:
         """Nothing to run."""
         return not (self.decodes or self.prefills)
 
+    def sequences(self) -> list[Sequence]:
+        """All that have tokens in this step."""
+        return [*self.decodes, *(seq for seq, _ in self.prefills)]
+
     def sampled(self) -> list[Sequence]:
         """The sequences that get a token from this step, in the order of the batch's logits rows."""
         return self.decodes + self._ends

@@ -29,8 +29,9 @@ from samir_vllm.extras.bench import (
     report,
     scheduler,
     startup,
+    timed_runner,
 )
-from samir_vllm.extras.bench.limits import Limits
+from samir_vllm.extras.bench.limits import Limits, StepWork
 from samir_vllm.llama import LayerWeights, LlamaWeights
 from samir_vllm.weights import expected_tensors
 
@@ -55,7 +56,7 @@ def test_admission_ends_every_request() -> None:
 def test_cpu(
     demo_model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cpu, "RULER_BYTES", 1 << 22)
+    monkeypatch.setattr(limits, "READ_BYTES", 1 << 22)
     monkeypatch.setattr(cpu, "TEXT_BYTES", 1 << 16)
     assert main(["bench", "cpu", "--model", str(demo_model_dir), "--new", "4", "--runs", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -106,7 +107,6 @@ def test_startup_passes_the_error_on(tmp_path: Path, capsys: pytest.CaptureFixtu
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("samir_vllm: ")
-    assert main(["bench", "startup", "--model", str(TINY), "--runs", "0"]) == 2
 
 
 def test_unknown_bench_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,19 +158,22 @@ def test_bytes_of_a_step() -> None:
     weights = 2 * (MATRICES + 33 * 2048 + HEAD)
     assert weights == 2_471_628_800
 
-    def nbytes(**options: int) -> int:
-        return limits.step_bytes(weights_1b(), model.LLAMA_1B, **options)
+    def nbytes(tokens: int, kv_tokens: int, kv_itemsize: int = 2, logit_rows: int = 1) -> int:
+        work = StepWork(tokens, kv_tokens, attended=0, logit_rows=logit_rows)
+        return limits.step_bytes(weights_1b(), model.LLAMA_1B, work, kv_itemsize)
 
     assert nbytes(tokens=0, kv_tokens=0) == weights
+    assert nbytes(tokens=0, kv_tokens=0, logit_rows=0) == weights - 2 * HEAD
     assert nbytes(tokens=1, kv_tokens=128) == weights + 2 * 2048 + 2 * KV_TOKEN * 129 == 2_475_859_968
     assert nbytes(tokens=32, kv_tokens=32 * 128) == weights + 32 * 2 * 2048 + 2 * KV_TOKEN * 32 * 129
     assert nbytes(tokens=1, kv_tokens=9, kv_itemsize=4) == weights + 2 * 2048 + 4 * KV_TOKEN * 10
 
 
-def test_operations_of_a_step() -> None:
-    def flops(**options: int) -> int:
-        return limits.step_flops(model.LLAMA_1B, **options)
+def flops(config: ModelConfig = model.LLAMA_1B, *, tokens: int, attended: int, logit_rows: int) -> int:
+    return limits.step_flops(config, StepWork(tokens, 0, attended, logit_rows))
 
+
+def test_operations_of_a_step() -> None:
     assert flops(tokens=1, attended=0, logit_rows=0) == 2 * MATRICES
     assert flops(tokens=0, attended=0, logit_rows=3) == 6 * HEAD
     # A pair costs each of 32 heads a product of 64 with k, and one with v.
@@ -184,7 +187,7 @@ def test_every_matrix_counts_once() -> None:
     config = ModelConfig.from_dir(TINY)
     matrices = sum(int(np.prod(shape)) for shape in expected_tensors(config).values() if len(shape) > 1)
     for shape in (config, replace(config, tie_word_embeddings=False)):
-        assert limits.step_flops(shape, tokens=1, attended=0, logit_rows=1) == 2 * matrices
+        assert flops(shape, tokens=1, attended=0, logit_rows=1) == 2 * matrices
 
 
 LIMITS = Limits("a test", 1e3, 1e3, 1e6, 1e-6, 1e-6)
@@ -236,7 +239,7 @@ TINY_CPU = ("--model", str(TINY), "--device", "cpu")
 @pytest.fixture
 def small_rulers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rulers that cost nothing, and tell nothing."""
-    monkeypatch.setattr(cpu, "RULER_BYTES", 1 << 20)
+    monkeypatch.setattr(limits, "READ_BYTES", 1 << 20)
     monkeypatch.setattr(limits, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(limits, "HOST_GEMM", 64)
     monkeypatch.setattr(limits, "REPEATS", 2)
@@ -266,7 +269,7 @@ def test_decode(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["tokens"] == batch
         assert row["steps"] == 2 * 3  # the first of the 4 tokens comes with the prompt
         # Steps read the K and V of 5, 6 and 7 tokens.
-        assert row["flops"] == limits.step_flops(config, tokens=batch, attended=batch * 7, logit_rows=batch)
+        assert row["flops"] == flops(config, tokens=batch, attended=batch * 7, logit_rows=batch)
         weights = sum(int(np.prod(shape)) for shape in expected_tensors(config).values())
         kv = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
         assert row["bytes"] == 4 * (weights + batch * config.hidden_size) + kv * batch * 7
@@ -283,7 +286,7 @@ def test_prefill(capsys: pytest.CaptureFixture[str]) -> None:
         assert row.keys() == ROW | {"runs", "flops_per_second"}
         assert row["tokens"] == tokens
         pairs = tokens * (tokens + 1) // 2
-        assert row["flops"] == limits.step_flops(config, tokens=tokens, attended=pairs, logit_rows=1)
+        assert row["flops"] == flops(config, tokens=tokens, attended=pairs, logit_rows=1)
 
 
 @pytest.mark.usefixtures("small_rulers")
@@ -300,7 +303,7 @@ def test_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["batch"], found["context"]) == (2, 9)
     config = ModelConfig.from_dir(TINY)
     layers = config.num_layers
-    once = ("embedding", "take_rows", "lm_head, lm_head", "argmax")
+    once = ("embedding", "take_rows", "lm_head, lm_head", "argmax", "keep_tokens")
     each_layer = (
         "linear, qkv",
         "rope_kv_write",
@@ -315,8 +318,9 @@ def test_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     head = config.vocab_size * config.hidden_size
     assert kinds["lm_head, lm_head"]["flops"] == 2 * 2 * head
     assert kinds["lm_head, lm_head"]["bytes"] == 4 * (head + 2 * config.hidden_size)
+    assert kinds["embedding"]["bytes"] == 4 * 2 * config.hidden_size
     products = sum(kind["flops"] for kind in found["kernels"])
-    assert products == limits.step_flops(config, tokens=2, attended=2 * 10, logit_rows=2)
+    assert products == flops(config, tokens=2, attended=2 * 10, logit_rows=2)
 
 
 @pytest.mark.usefixtures("small_rulers")
@@ -357,14 +361,14 @@ def make_tiny_engine(
         max_num_seqs=batch,
         max_batched_tokens=max_batched_tokens,
         max_pages_per_seq=pages,
-        runner_class=decode.TimedRunner,
+        runner_class=timed_runner.TimedRunner,
     )
 
 
 def test_only_whole_decode_steps_count() -> None:
     """Prompts that go in over several steps: while they do, some decode already, and some end earlier."""
     engine = make_tiny_engine(batch=3, tokens=10 + 8, max_batched_tokens=10)
-    runner = decode.runner_of(engine)
+    runner = timed_runner.runner_of(engine)
     runner.begin(lambda step: len(step.decodes) == 3 and not step.prefills)
     times = decode.generate(engine, 3, 10, 8)
     marks = runner.end()
@@ -395,6 +399,19 @@ def test_a_longest_sequence_fits() -> None:
         assert len(decode.generate(engine, 1, 5, tokens - 5)) == tokens - 6
 
 
+def test_sampling_reaches_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = fake_engine(num_pages=64)
+    add, seen = engine.add_request, []
+
+    def see(prompt: list[int], params: Any) -> str:
+        seen.append((params.temperature, params.max_tokens, params.ignore_eos))
+        return add(prompt, params)
+
+    monkeypatch.setattr(engine, "add_request", see)
+    decode.generate(engine, 2, 5, 3, temperature=0.5)
+    assert seen == [(0.5, 3, True)] * 2
+
+
 def test_a_request_that_fails_is_no_measurement() -> None:
     tensors = model.random_tensors(ModelConfig.from_dir(TINY))
     tensors["model.norm.weight"] = np.full_like(tensors["model.norm.weight"], np.nan)
@@ -410,11 +427,11 @@ def test_idle_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Events are their seconds here."""
     measure = pytest.importorskip("samir_vllm.backends.cuda_measure")
     monkeypatch.setattr(measure, "seconds_between", lambda first, last: last - first)
-    marks = [decode.Mark(0, start, start + 2) for start in (10, 13, 16, 18)]
-    assert decode.gpu_seconds(marks) == 2
-    assert decode.gpu_idle(marks) == pytest.approx(1 - 8 / 10)
-    assert decode.gpu_idle(marks[2:]) == 0
-    assert decode.gpu_idle([]) is decode.gpu_idle([decode.Mark(0, None, None)]) is None
+    marks = [timed_runner.Mark(0, start, start + 2) for start in (10, 13, 16, 18)]
+    assert timed_runner.gpu_seconds(marks) == 2
+    assert timed_runner.gpu_idle(marks) == pytest.approx(1 - 8 / 10)
+    assert timed_runner.gpu_idle(marks[2:]) == 0
+    assert timed_runner.gpu_idle([]) is timed_runner.gpu_idle([timed_runner.Mark(0, None, None)]) is None
 
 
 @pytest.mark.usefixtures("small_rulers")
@@ -426,7 +443,7 @@ def test_a_peer_stands_beside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         asked.extend(works)
         return {works[0]["name"]: peers.PeerTime(2.5, "eager")}
 
-    monkeypatch.setattr(peers, "transformers_results", results)
+    monkeypatch.setattr(report, "transformers_results", results)
     words = [
         "decode",
         "--batch",
@@ -452,7 +469,7 @@ def test_a_peer_stands_beside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     found = bench(capsys, "prefill", "--tokens", "3", "--runs", "1", "--peers", "transformers")
     assert found["rows"][0]["peer_seconds"] == 2.5
     assert asked[-1] == {"name": "3 tokens", "kind": "prefill", "tokens": 3}
-    monkeypatch.setattr(peers, "transformers_results", lambda *args, **options: None)
+    monkeypatch.setattr(report, "transformers_results", lambda *args, **options: None)
     assert bench(capsys, *words)["peer"] is None
 
 
@@ -483,6 +500,25 @@ def test_a_peer_stands_beside(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = [*words[:1], *TINY_CPU, *words[1:]]
     assert main(["bench", *given]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cpu", "--new", "1"], "--new must be 2 or more"),
+        (["cpu", "--runs", "0"], "'0' should be a whole number"),
+        (["scheduler", "--steps", "401"], "--steps must be at most 400"),
+        (["startup", "--runs", "0"], "'0' should be a whole number"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_without_a_device(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *words]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert message in err
@@ -533,6 +569,28 @@ def test_a_table_names_what_bounds_a_row() -> None:
     assert columns["GPU idle"] == ["25.0%", ""]
     assert (columns["transformers"], columns["times ours"]) == (["", "8 s"], ["", "2.00"])
     assert columns["tokens/s"] == ["0.5", "2"]
+
+
+def test_what_moves_the_step_on_is_timed_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever ran after it would find the sequences beyond their pages."""
+    recorded = [
+        kernels.Launch(kind, lambda: None, 1, 0) for kind in ("begin_decode", "linear", "rope", "linear")
+    ]
+    replayed: list[list[str]] = []
+
+    def replay(runner: Any, launches: list[kernels.Launch]) -> float:
+        replayed.append([launch.kind for launch in launches])
+        return float(len(launches))
+
+    monkeypatch.setattr(kernels, "record_step", lambda *args: recorded)
+    monkeypatch.setattr(kernels, "measure_limits", lambda backend: LIMITS)
+    monkeypatch.setattr(kernels, "replay_seconds", replay)
+    args = argparse.Namespace(device="cpu", batch=1, context=3)
+    config = ModelConfig.from_dir(TINY)
+    found = kernels.measure_step(args, config, model.random_tensors(config))
+    assert replayed == [["linear", "rope", "linear"], ["linear", "linear"], ["rope"], ["begin_decode"]]
+    assert found.seconds == 3 + 1
+    assert [kind.name for kind in found.kinds] == ["linear", "rope", "begin_decode"]
 
 
 def test_the_sum_of_kinds() -> None:

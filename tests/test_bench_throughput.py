@@ -14,19 +14,22 @@ from harness import TINY
 from samir_vllm.__main__ import main
 from samir_vllm.errors import SamirVllmError
 from samir_vllm.extras.bench import peers, throughput
-from samir_vllm.extras.bench.limits import Limits, step_bytes, step_flops
+from samir_vllm.extras.bench.limits import Limits, StepWork, step_bytes, step_flops
+from samir_vllm.extras.bench.model import pages_per_seq
 from samir_vllm.extras.bench.throughput import (
     Arrivals,
     Lengths,
     Served,
-    StepWork,
     draw_lengths,
     request_figures,
     serve,
     step_works,
     token_times,
+    warm_up,
 )
+from samir_vllm.extras.bench.timed_runner import runner_of
 from samir_vllm.outputs import StepOutput, StepRecord
+from samir_vllm.sequence import ScheduledStep
 
 LIMITS = Limits("a test's", 2e9, 1e9, 2e9, 1e-6, None)
 """With them a step of four tokens is bound by its operations, one of a single token by its bytes."""
@@ -104,6 +107,40 @@ def test_without_arrivals() -> None:
     assert served.due == {}
     assert [len(times) for times in token_times(served).values()] == [3, 1, 7]
     assert engine.on_step is None
+
+
+@pytest.mark.parametrize("longest", [2, 3, 40, 256, 257, 700])
+@pytest.mark.parametrize("batching", ["continuous", "static"])
+def test_a_warm_up_fits(longest: int, batching: str) -> None:
+    """Into pages for no more than requests of this length; and the engine is idle again."""
+    engine, runner = fake_model.make_engine(
+        num_pages=pages_per_seq(longest) * 2 * 3, context=longest, max_num_seqs=3, batching=batching
+    )
+    warm_up(engine, longest)
+    assert runner.steps
+    assert not engine.has_work
+    assert engine.pool.num_used == 0
+
+
+@pytest.mark.parametrize("most", [1, 9, 100])
+def test_a_warm_up_meets_every_graph(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_backend = pytest.importorskip("samir_vllm.backends.cuda_backend", reason="CuPy is not installed")
+    longest, kv_lens = 700, (256, 512, 1024)  # one, two and up to four splits
+    met: set[tuple[int, int]] = set()
+    engine, runner = fake_model.make_engine(
+        num_pages=pages_per_seq(longest) * 2 * most, context=longest, max_num_seqs=most, steps_ahead=1
+    )
+    launch = runner.launch
+
+    def see(step: ScheduledStep) -> Any:
+        if step.decodes and not step.prefills:
+            kv_len = 1 + max(seq.num_launched_tokens for seq in step.decodes)
+            met.add((cuda_backend.decode_bucket(len(step.decodes)), next(n for n in kv_lens if kv_len <= n)))
+        return launch(step)
+
+    monkeypatch.setattr(runner, "launch", see)
+    warm_up(engine, longest)
+    assert met == {(cuda_backend.decode_bucket(n), kv) for n in range(1, most + 1) for kv in kv_lens}
 
 
 def test_a_failed_request_is_no_measurement() -> None:
@@ -213,23 +250,20 @@ def test_bytes_and_operations(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     kept: list[Any] = []
 
     def keep(*args: Any, **options: Any) -> Any:
-        kept.append(throughput.runner_of(engine := make(*args, **options)))
+        kept.append(runner_of(engine := make(*args, **options)))
         return engine
 
     make = throughput.make_engine
     monkeypatch.setattr(throughput, "make_engine", keep)
     one = ["--requests", "1", "--shortest", "6", "--longest", "6", "--max-batched-tokens", "4"]
+    one += ["--long-prompt", "6", "--long-new", "6"]
     assert bench(*one, "--interval", "1000", "--json") == 0
     row = rows_of(capsys.readouterr().out)[0]
     works = [StepWork(4, 0, 10, 0), StepWork(2, 4, 11, 1)]
     works += [StepWork(1, n, n + 1, 1) for n in range(6, 11)]
     weights, config, itemsize = kept[0].weights, kept[0].config, kept[0].backend.kv_itemsize
-    nbytes = [
-        step_bytes(weights, config, tokens=w.tokens, kv_tokens=w.kv_tokens, kv_itemsize=itemsize)
-        for w in works
-    ]
-    nbytes[0] -= 512 * 256 * 4  # FP32 on this backend
-    flops = [step_flops(config, tokens=w.tokens, attended=w.attended, logit_rows=w.logit_rows) for w in works]
+    nbytes = [step_bytes(weights, config, work, itemsize) for work in works]
+    flops = [step_flops(config, work) for work in works]
     assert (row["bytes"], row["flops"], row["steps"]) == (sum(nbytes), sum(flops), len(works))
     assert flops[0] > nbytes[0]
     assert flops[-1] < nbytes[-1]

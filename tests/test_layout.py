@@ -14,7 +14,7 @@ PACKAGE = ROOT / "samir_vllm"
 
 # A module may import only from layers below its own; modules of one layer don't know each other.
 LAYERS = [
-    {"errors", "timing"},
+    {"errors", "timing", "interrupts"},
     {"config"},
     {"sampling"},
     {"tokenizer", "chat", "stopping", "sequence", "page_pool", "weights", "hub", "backends"},

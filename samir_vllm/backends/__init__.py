@@ -187,9 +187,9 @@ class Backend(ABC):
 
     @abstractmethod
     def read_later(self, *arrays: Array) -> Callable[[], list[np.ndarray]]:
-        """Start copies to the host; what is returned waits for them, and gives them as ``to_numpy`` would.
+        """Start copies of int32 and FP32 arrays to the host; what is returned waits for them.
 
-        The arrays may be written to by later operations at once.
+        Later operations may write to the arrays at once.
         """
 
     # Small operations

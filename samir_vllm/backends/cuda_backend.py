@@ -43,6 +43,7 @@ from samir_vllm.backends.cuda_upload import WeightUploader
 from samir_vllm.backends.reference_sampler import MAX_VOCAB, SETTINGS, Adjustments, settings_of
 from samir_vllm.config import PAGE_SIZE, ModelConfig
 from samir_vllm.errors import DeviceError, InvariantError
+from samir_vllm.interrupts import uninterrupted
 from samir_vllm.sampling import MAX_LOGPROBS, TokenSampling
 from samir_vllm.timing import StartupTimes
 
@@ -126,13 +127,14 @@ class Uploads:
             self._underway.popleft()
         source, runtime = _pinned(values.shape, values.dtype), cupy.cuda.runtime
         source[...] = values
-        runtime.memcpyAsync(
-            *(target.data.ptr, source.ctypes.data, values.nbytes),
-            *(runtime.memcpyHostToDevice, self._stream.ptr),
-        )
         done = cupy.cuda.Event(disable_timing=True)
-        done.record(self._stream)
-        self._underway.append((done, source))
+        with uninterrupted():
+            runtime.memcpyAsync(
+                *(target.data.ptr, source.ctypes.data, values.nbytes),
+                *(runtime.memcpyHostToDevice, self._stream.ptr),
+            )
+            done.record(self._stream)
+            self._underway.append((done, source))
 
 
 class _Reading:
@@ -140,10 +142,11 @@ class _Reading:
 
     def __init__(self, stream: Any, arrays: Sequence[Any]) -> None:
         self._hosts = [_pinned(array.shape, array.dtype) for array in arrays]
-        for array, host in zip(arrays, self._hosts, strict=True):
-            _start_download(array, host, stream)
         self._done = cupy.cuda.Event(disable_timing=True)
-        self._done.record(stream)
+        with uninterrupted():
+            for array, host in zip(arrays, self._hosts, strict=True):
+                _start_download(array, host, stream)
+            self._done.record(stream)
 
     def __call__(self) -> list[np.ndarray]:
         self._done.synchronize()
@@ -428,7 +431,8 @@ class CudaBackend(Backend):
         """See decode_state.cu."""
         self._kept = self._zeros((max_num_seqs + 1) * 2, np.int32)
         self._stop_ids = self._zeros((max_num_seqs + 1) * STOP_IDS, np.int32)
-        self._stop_ids.data.memset_async(0xFF, self._stop_ids.nbytes, self.stream)
+        for array in (self._kept, self._stop_ids):
+            array.data.memset_async(0xFF, array.nbytes, self.stream)
         self._known_stop_ids: list[Collection[int]] = [()] * max_num_seqs  # of each slot
         self._decode_capacity = max_num_seqs
         self._decode_rows = self._zeros(3 * max_num_seqs, np.int32)
@@ -565,8 +569,8 @@ class CudaBackend(Backend):
 
     def record(self, run: Callable[[], T]) -> Callable[[], T]:
         with self._recording():
-            self.stream.begin_capture()
             try:
+                self.stream.begin_capture()
                 out = run()
             except BaseException:
                 with suppress(Exception):  # what is wrong already is what counts
@@ -582,11 +586,11 @@ class CudaBackend(Backend):
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        if cuda_launch.can_overlap(self._gpu):
-            self._overlap = OverlappingLauncher(self.stream)
         collects = gc.isenabled()
-        gc.disable()  # an engine that it finds would be closed now, by calls that end a capture
         try:
+            gc.disable()  # an engine that it finds would be closed now, by calls that end a capture
+            if cuda_launch.can_overlap(self._gpu):
+                self._overlap = OverlappingLauncher(self.stream)
             yield
         finally:
             self._overlap = None
@@ -771,6 +775,10 @@ class CudaBackend(Backend):
 
     def _decode(self, q: Any, layer_idx: int, inputs: CudaInputs, out: Any) -> None:
         self._check_q(q, inputs.num_decodes)
+        if inputs.num_decodes > self._max_num_seqs:
+            raise InvariantError(
+                f"{inputs.num_decodes} sequences decode, but buffers for {self._max_num_seqs}"
+            )
         args = (
             *(q, self.kv_cache, self.block_tables),
             *(np.int32(self.block_tables.shape[2]), np.int32(layer_idx)),
@@ -997,8 +1005,8 @@ class SlotSampling:
         settings = settings_of(None if is_argmax else sampling)
         if sampling is not None and sampling.params.adjusts_logits:
             settings["table"] = 1 + self._new_table(slot, sampling, prompt_token_ids)
-        self.is_argmax[slot] = is_argmax
         self._backend._uploads.send(np.frombuffer(settings.tobytes(), np.int32), self.settings[slot])
+        self.is_argmax[slot] = is_argmax  # last: a step that was interrupted comes here again
 
     def _new_table(self, slot: int, sampling: TokenSampling, prompt_token_ids: Sequence[int]) -> int:
         entries = Adjustments(sampling, prompt_token_ids)
@@ -1020,7 +1028,8 @@ class SlotSampling:
         old, backend = self.tables, self._backend
         count, width = (0, 0) if old is None else old.shape[:2]
         new_count = count if self._free else max(1, 2 * count)
-        shape = (new_count, max(width, 1 + entries), 4)
+        # Graphs that read the tables are recorded anew wherever those move: so they grow by doubling.
+        shape = (new_count, max(width, 1 << entries.bit_length()), 4)
         new = backend._allocate(shape, np.int32, "a table of penalties", "lower --max-num-seqs")
         new.data.memset_async(0, new.nbytes, backend.stream)
         if count:

@@ -65,16 +65,21 @@ def gpu_seconds(backend: Any, run: Callable[[], object]) -> float:
 
 
 def graph_seconds(backend: Any, launches: Sequence[Callable[[], object]]) -> float:
-    """The GPU's time for one round of ``launches``, replayed from a CUDA graph so that the host doesn't count.
+    """The GPU's time for one round of ``launches``, replayed from a CUDA graph: the host's doesn't count.
 
     Args:
         backend: what records them.
         launches: each puts work on the stream, allocates nothing, and may be repeated.
     """
     most, rounds = -(-GRAPH_NODES_AT_MOST // len(launches)), 1
+
+    def run() -> None:
+        for _ in range(rounds):
+            for launch in launches:
+                launch()
+
     while True:
-        replay = backend.record(lambda rounds=rounds: [launch() for _ in range(rounds) for launch in launches])
-        seconds = gpu_seconds(backend, replay) / rounds
+        seconds = gpu_seconds(backend, backend.record(run)) / rounds
         if seconds * rounds >= GRAPH_SECONDS_AT_LEAST or rounds >= most:
             return seconds
         # What a short graph takes is in part its start: one that is long enough tells the truth.

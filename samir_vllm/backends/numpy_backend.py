@@ -163,6 +163,7 @@ class NumpyBackend(Backend):
         chosen = np.flatnonzero(token_ids == CHOSEN)
         token_ids[chosen] = self._kept[slots[chosen], kv_index[chosen] % 2]
         ended = np.flatnonzero(token_ids < 0)
+        self._kept[slots[ended], (kv_index[ended] + 1) % 2] = CHOSEN  # they stay ended
         token_ids[ended] = seq_lens[ended] = 0
         slots[ended] = logit_slots[ended] = self._nobody
         owner = np.repeat(slots, lens_q)
@@ -207,11 +208,11 @@ class NumpyBackend(Backend):
         )
 
     def keep_tokens(self, token_ids: np.ndarray, inputs: NumpyInputs) -> None:
-        for token, slot, place in zip(
-            token_ids.tolist(), inputs.logit_slots, inputs.next_places, strict=True
-        ):
-            is_last = token in self._stop_ids.get(slot, ())
-            self._kept[slot, place % 2] = CHOSEN if is_last or slot == self._nobody else token
+        rows = zip(token_ids.tolist(), inputs.logit_slots, inputs.next_places, strict=True)
+        for token, slot, place in rows:
+            if slot != self._nobody:
+                is_last = token in self._stop_ids.get(slot, ())
+                self._kept[slot, place % 2] = CHOSEN if is_last else token
 
     def read_later(self, *arrays: np.ndarray) -> Callable[[], list[np.ndarray]]:
         hosts = [self.to_numpy(array) for array in arrays]  # an operation never writes to an older result

@@ -17,7 +17,7 @@ from twins import MAX_ROWS, Twins
 from samir_vllm.backends import Backend
 from samir_vllm.config import ModelConfig
 
-EMULATED_MAX_ROWS = 400
+EMULATED_MAX_ROWS, EMULATED_MAX_SEQS = 400, 320
 
 
 def cuda_backend(config: ModelConfig) -> Backend:
@@ -30,7 +30,7 @@ def emulated_backend(config: ModelConfig, max_shared_bytes: int = emulated.MAX_S
     if emulated.COMPILER is None:
         pytest.skip(emulated.NO_COMPILER)
     return emulated.cuda_backend_class(max_shared_bytes)(
-        config, max_tokens=EMULATED_MAX_ROWS, max_num_seqs=64, max_logit_rows=EMULATED_MAX_ROWS
+        config, max_tokens=EMULATED_MAX_ROWS, max_num_seqs=EMULATED_MAX_SEQS, max_logit_rows=EMULATED_MAX_ROWS
     )
 
 
@@ -74,6 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
 STEMS = {
     "test_adjust_logits": ["adjust_logits"],
     "test_argmax": ["argmax"],
+    "test_decode_state": ["decode_state", "rope_kv_write", "paged_attention_decode"],
     "test_embedding": ["embedding"],
     "test_linear": ["linear", "rmsnorm"],
     "test_linear_add": ["linear", "rmsnorm", "embedding"],

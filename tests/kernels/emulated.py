@@ -2,7 +2,8 @@
 
 `load_cuda_backend` loads ``cuda_backend.py`` a second time, under another name, with NumPy in place of CuPy
 and cuBLAS; a kernel is an executable (``emulator/``), run for every launch in three orders whose results must
-agree. What goes wrong in it (a race, an overrun, a deadlock) is an `EmulatorError`. Knows no kernel.
+agree. What goes wrong in it (a race, an overrun, a deadlock) is an `EmulatorError`. All happens at once but
+for what a stream captures: that happens when its graph is launched. Knows no kernel.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,7 +34,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from samir_vllm.backends import cuda_compile, cuda_probe
+from samir_vllm.backends import cuda_compile, cuda_launch, cuda_probe
 from samir_vllm.backends.cuda_probe import Gpu
 from samir_vllm.config import ModelConfig
 
@@ -205,9 +208,12 @@ class Kernel:
         """
         if shared_mem > self.max_dynamic_shared_size_bytes:
             raise EmulatorError(f"{self.name}: {shared_mem} bytes of shared memory weren't asked for")
+        _submit(self._launch, grid, block, shared_mem, *args)
+
+    def _launch(self, grid: tuple[int, ...], block: tuple[int, ...], shared_bytes: int, *args: Any) -> None:
         program = self._program().result()
         launches[self.name] += 1
-        run(program, self.name, grid, block, args, shared_mem, self._max_shared_bytes)
+        run(program, self.name, grid, block, args, shared_bytes, self._max_shared_bytes)
 
 
 def run(
@@ -310,6 +316,63 @@ def essence(name: str, log: str) -> str:
     return "\n".join(what)
 
 
+# Capturing
+
+
+@dataclass(frozen=True)
+class _Address:
+    """What a graph knows of an array: where it lies, and nothing that keeps its memory."""
+
+    memory: weakref.ref[np.ndarray]
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> _Address:
+        memory = array
+        while isinstance(memory.base, np.ndarray):
+            memory = memory.base
+        offset = array.ctypes.data - memory.ctypes.data
+        return cls(weakref.ref(memory), offset, array.shape, array.strides, array.dtype)
+
+    def array(self) -> DeviceArray:
+        memory = self.memory()
+        if memory is None:
+            raise EmulatorError(f"a graph uses an array {self.dtype} {self.shape} whose memory is free again")
+        return DeviceArray(self.shape, self.dtype, memory.data, self.offset, self.strides)
+
+
+_captured: list[tuple[Callable[..., None], tuple[Any, ...]]] | None = None
+"""What came to the stream that is capturing; None where there is none."""
+
+
+def _submit(work: Callable[..., None], *args: Any) -> None:
+    """Do it now; or later, if a stream is capturing."""
+    if _captured is None:
+        work(*args)
+    else:
+        _captured.append((work, tuple(_Address.of(a) if isinstance(a, np.ndarray) else a for a in args)))
+
+
+def _not_while_capturing(what: str) -> None:
+    """CUDA refuses it, or what is captured would be done with memory that has another's content by then."""
+    if _captured is not None:
+        raise EmulatorError(f"{what} while a stream is capturing")
+
+
+class Graph:
+    """As CuPy's: what was captured, done once more by each launch."""
+
+    def __init__(self, work: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+        self._work = work
+
+    def launch(self, stream: Any = None) -> None:
+        for work, args in self._work:
+            _submit(work, *(a.array() if isinstance(a, _Address) else a for a in args))
+
+
 # In place of CuPy
 
 
@@ -320,21 +383,28 @@ class DeviceArray(np.ndarray):
     def data(self) -> Any:  # type: ignore[override]
         def memset_async(value: int, nbytes: int, stream: Any = None) -> None:
             assert nbytes <= self.nbytes
-            ctypes.memset(self.ctypes.data, value, nbytes)
+            _submit(_memset, self, value, nbytes)
 
         return SimpleNamespace(ptr=self.ctypes.data, memset_async=memset_async)
 
     def set(self, values: np.ndarray, stream: Any = None) -> None:
+        _not_while_capturing("a copy from the host")
         assert values.shape == self.shape
         assert values.dtype == self.dtype
         self[...] = values
 
     def get(self, stream: Any = None) -> np.ndarray:
+        _not_while_capturing("a copy to the host")
         return np.array(self, subok=False)
+
+
+def _memset(array: np.ndarray, value: int, nbytes: int) -> None:
+    ctypes.memset(array.ctypes.data, value, nbytes)
 
 
 def empty(shape: Any, dtype: Any) -> DeviceArray:
     """Aligned as CuPy's arrays are, and full of NaN where those hold anything."""
+    _not_while_capturing("an array made")
     nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     raw = np.full(nbytes + ALIGNMENT, 0xFF, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
@@ -342,10 +412,9 @@ def empty(shape: Any, dtype: Any) -> DeviceArray:
 
 
 class _Nothing:
-    """A device, a stream or an event: all happens at once."""
+    """A device or an event: all happens at once."""
 
     id = ptr = 0
-    done = True
 
     def __init__(self, *args: Any, **options: Any) -> None:
         pass
@@ -356,11 +425,32 @@ class _Nothing:
     def __exit__(self, *exc: object) -> None:
         pass
 
+    @property
+    def done(self) -> bool:
+        _not_while_capturing("a question for the end of an event")
+        return True
+
     def synchronize(self) -> None:
-        pass
+        _not_while_capturing("a wait")
 
     def record(self, stream: Any = None) -> None:
         pass
+
+
+class Stream(_Nothing):
+    """One that can capture, one at a time."""
+
+    def begin_capture(self) -> None:
+        global _captured
+        _not_while_capturing("another capture")
+        _captured = []
+
+    def end_capture(self) -> Graph:
+        global _captured
+        if _captured is None:
+            raise EmulatorError("a capture ends that hasn't begun")
+        graph, _captured = Graph(_captured), None
+        return graph
 
 
 class _NeverRaised(Exception):
@@ -368,6 +458,7 @@ class _NeverRaised(Exception):
 
 
 def _memcpy(target: int, source: int, nbytes: int, kind: int, stream: int = 0) -> None:
+    _not_while_capturing("a copy from one address to another")
     ctypes.memmove(target, source, nbytes)
 
 
@@ -380,6 +471,7 @@ def _memcpy_2d(
     height: int,
     *_: int,
 ) -> None:
+    _not_while_capturing("a copy from one address to another")
     for row in range(height):
         ctypes.memmove(target + row * to_pitch, source + row * from_pitch, width)
 
@@ -401,7 +493,7 @@ def _cupy() -> ModuleType:
         "get_default_memory_pool": lambda: pool,
         "cuda": SimpleNamespace(
             Device=_Nothing,
-            Stream=_Nothing,
+            Stream=Stream,
             Event=_Nothing,
             runtime=runtime,
             driver=SimpleNamespace(CUDADriverError=_NeverRaised),
@@ -432,6 +524,9 @@ class Cublas:
         segments: int = 1,
         segment: int | None = None,
     ) -> None:
+        _submit(self._multiply, x, weight, out, add, segments, segment)
+
+    def _multiply(self, x: Any, weight: Any, out: Any, add: bool, segments: int, segment: int | None) -> None:
         length = x.shape[1] // segments
         wanted = range(segments) if segment is None else [segment]
         parts = [self._product(x, weight, range(i * length, (i + 1) * length, 16)) for i in wanted]
@@ -452,6 +547,18 @@ class Cublas:
         for k in steps:
             total = (total + a[:, k : k + 16] @ b[k : k + 16]).astype(np.float32)
         return total
+
+
+class OverlappingLauncher:
+    """Launches that don't overlap."""
+
+    def __init__(self, stream: Any) -> None:
+        pass
+
+    def __call__(
+        self, kernel: Kernel, grid: tuple[int, ...], threads: int, args: tuple[Any, ...], shared_bytes: int
+    ) -> None:
+        kernel(grid, (threads,), args, shared_mem=shared_bytes)
 
 
 class WeightUploader(_Nothing):
@@ -538,6 +645,8 @@ def load_cuda_backend(max_shared_bytes: int = MAX_SHARED_BYTES) -> ModuleType:
     names: dict[str, Any] = {
         "cuda_probe": _Overlay(cuda_probe, require_gpu=lambda index: gpu, driver_version=lambda: (12, 0)),
         "cuda_compile": _Overlay(cuda_compile, load_kernels=load_kernels),
+        "cuda_launch": _Overlay(cuda_launch, can_overlap=lambda gpu: True),
+        "OverlappingLauncher": OverlappingLauncher,
         "Cublas": Cublas,
         "WeightUploader": WeightUploader,
         "Cache": Cache,

@@ -15,13 +15,12 @@ from collections.abc import Callable
 from pydoc_data import topics
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from samir_vllm.engine import Engine
 from samir_vllm.errors import OptionError
 from samir_vllm.extras.bench.limits import host_read_rates, weight_bytes
-from samir_vllm.extras.bench.report import number
+from samir_vllm.extras.bench.report import number, print_table
 from samir_vllm.sampling import SamplingParams
 from samir_vllm.tokenizer import GPT2_SPLIT, LLAMA3_SPLIT, Tokenizer, load_tokenizer
 
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        Console(highlight=False).print(_table(report))
+        print_table(_table(report))
     return 0
 
 

@@ -152,9 +152,7 @@ def measure(engine: Engine, limits: Limits, batch: int, args: argparse.Namespace
     )
 
 
-def generate(
-    engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, **sampling: Any
-) -> list[float]:
+def generate(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, **sampling: Any) -> list[float]:
     """Runs a batch from prompts to end; seconds of every step in which all decoded and none was prefilled.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -18,11 +18,9 @@ from typing import Any
 
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from samir_vllm.batch import build_batch
-from samir_vllm.commandline import error_console, print_notice
+from samir_vllm.config import ModelConfig
 from samir_vllm.decode_loop import run_step
 from samir_vllm.extras.bench.limits import Limits, floor_seconds, measure_limits, median_seconds
 from samir_vllm.extras.bench.model import (
@@ -35,12 +33,13 @@ from samir_vllm.extras.bench.model import (
     random_prompt,
 )
 from samir_vllm.extras.bench.report import (
-    WIDTH,
     add_output_arguments,
     check_output,
     draw_bars,
     duration,
     number,
+    print_notices,
+    print_table,
     progress,
     rate,
     share,
@@ -51,9 +50,12 @@ from samir_vllm.sequence import ScheduledStep, Sequence
 
 OPERATIONS = (
     *("embedding", "rmsnorm", "linear", "linear_add", "rope_kv_write", "paged_attention_decode"),
-    *("silu_mul", "take_rows", "lm_head", "argmax"),
+    *("silu_mul", "take_rows", "lm_head", "argmax", "keep_tokens"),
 )
 """Of a backend, in place of kernels where there are none."""
+
+MOVING = "begin_decode"
+"""The kernel that moves all sequences on by a token, each time it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,15 @@ class Kind:
     floor_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """A whole step, and its parts, the longest first."""
+
+    limits: Limits
+    seconds: float
+    kinds: list[Kind]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     add_model_arguments(parser)
@@ -95,6 +106,24 @@ def run(args: argparse.Namespace) -> int:
     check_output(args)
     config, tensors = open_model(args)
     check_context(config, args.context + 1)
+    report = measure_step(args, config, tensors)
+    work = f"decode step, batch {args.batch}, {args.context} KV tokens each"
+    title = f"{work}\n{model_name(args)} on {report.limits.device}"
+    if args.json:
+        print(json.dumps(as_json(args, report)))
+    else:
+        print_table(table_of(title, report))
+    if args.plot is not None:
+        kinds = report.kinds
+        bars = [("measured", [k.seconds for k in kinds]), ("floor", [k.floor_seconds for k in kinds])]
+        draw_bars(Path(args.plot), title, [kind.name for kind in kinds], bars)
+    return 0
+
+
+def measure_step(
+    args: argparse.Namespace, config: ModelConfig, tensors: Mapping[str, np.ndarray]
+) -> StepReport:
+    """All kinds of launches, and the whole step."""
     pages = pages_per_seq(args.context + 2)
     engine = make_engine(
         args,
@@ -102,74 +131,57 @@ def run(args: argparse.Namespace) -> int:
         tensors,
         num_pages=pages * config.num_layers * args.batch,
         max_num_seqs=args.batch,
-        max_batched_tokens=1,
+        max_batched_tokens=args.batch,
         max_pages_per_seq=pages,
     )
-    console = error_console()
-    for notice in engine.notices:
-        print_notice(console, notice)
+    print_notices(engine.notices)
     runner = engine._runner
     assert isinstance(runner, ModelRunner)
     launches = record_step(runner, args.batch, args.context)
-    names = list(dict.fromkeys(launch.kind for launch in launches))
+    staying = [launch for launch in launches if launch.kind != MOVING]
+    # MOVING is timed last: the others would find the sequences beyond their pages.
+    names = dict.fromkeys(launch.kind for launch in [*staying, *launches])
     with progress(2 + len(names)) as begin:
         begin("limits")
         limits = measure_limits(runner.backend)
         begin("whole step")
-        step_seconds = replay_seconds(runner, launches)
+        seconds = replay_seconds(runner, staying)
         kinds = []
         for name in names:
             begin(name)
             kinds.append(measure(runner, limits, name, [one for one in launches if one.kind == name]))
-    kinds.sort(key=lambda kind: -kind.seconds)
-    work = f"decode step, batch {args.batch}, {args.context} KV tokens each"
-    title = f"{work}\n{model_name(args)} on {limits.device}"
-    if args.json:
-        print(json.dumps(as_json(args, limits, kinds, step_seconds)))
-    else:
-        out = Console(highlight=False)
-        if not out.is_terminal:
-            out.width = WIDTH
-        out.print(table_of(title, limits, kinds, step_seconds))
-    if args.plot is not None:
-        bars = [("measured", [k.seconds for k in kinds]), ("floor", [k.floor_seconds for k in kinds])]
-        draw_bars(Path(args.plot), title, [kind.name for kind in kinds], bars)
-    return 0
+    seconds += sum(kind.seconds for kind in kinds if kind.name == MOVING)
+    return StepReport(limits, seconds, sorted(kinds, key=lambda kind: -kind.seconds))
 
 
 # Writing a step down
 
 
 def record_step(runner: ModelRunner, batch: int, context: int) -> list[Launch]:
-    """The launches of one decode step of ``batch`` sequences with ``context`` KV tokens each (zeros).
+    """The launches of one decode step of ``batch`` sequences with ``context`` KV tokens each.
 
-    The step's inputs come from the host, so that every launch can be repeated: the kernel that moves decoding
-    sequences on by a token is not among them.
+    All but MOVING can be repeated: they find the sequences where that has left them.
     """
-    backend = runner.backend
-    step = decode_step(runner, batch, context)
-    recorder = Recorder(runner, batch, context)
+    prefill_last_tokens(runner, batch, context)
+    backend, recorder = runner.backend, Recorder(runner, batch, context)
+    slots, places = np.arange(batch, dtype=np.int32), np.full(batch, context, np.int32)
     with backend.active(), recorder.recording():
-        run_step(backend, runner.weights, backend.stage(build_batch(step)))
+        backend.set_decode_rows(slots, places, prompt_lens=places)
+        run_step(backend, runner.weights, backend.begin_decode(backend.decode_shape(context + 1)))
     return recorder.launches
 
 
-def decode_step(runner: ModelRunner, batch: int, context: int) -> ScheduledStep:
-    """A step of sequences whose prompts are in their pages, as far as anybody can tell."""
-    config, backend = runner.config, runner.backend
-    pages = pages_per_seq(context + 2)
+def prefill_last_tokens(runner: ModelRunner, batch: int, context: int) -> None:
+    """Gives each slot a prompt of ``context`` tokens: what comes before the last one's K and V stays zero."""
+    num_layers, pages = runner.config.num_layers, pages_per_seq(context + 2)
+    page_ids = np.arange(batch * num_layers * pages, dtype=np.int32).reshape(batch, num_layers, pages)
     sequences = []
-    with backend.active():
-        for slot in range(batch):
-            seq = Sequence(str(slot), random_prompt(config, context + 1, seed=slot), max_tokens=2)
-            seq.slot, seq.num_prompt_tokens = slot, context
-            seq.num_computed_tokens = seq.num_launched_tokens = context
-            first = slot * pages * config.num_layers
-            page_ids = np.arange(first, first + pages * config.num_layers, dtype=np.int32)
-            backend.set_block_table(slot, page_ids.reshape(config.num_layers, pages))
-            backend.set_stop_ids(slot, ())
-            sequences.append(seq)
-    return ScheduledStep(sequences, [], [])
+    for slot in range(batch):
+        seq = Sequence(str(slot), random_prompt(runner.config, context, seed=slot), max_tokens=2)
+        seq.slot, seq.num_launched_tokens = slot, context - 1
+        sequences.append(seq)
+    prefills = [(seq, 1) for seq in sequences]
+    runner.run(ScheduledStep([], prefills, list(zip(sequences, page_ids, strict=True))))
 
 
 class Recorder:
@@ -184,11 +196,12 @@ class Recorder:
         self._attended = batch * (context + 1)
         self._kv_bytes = 2 * config.num_kv_heads * config.head_dim * runner.backend.kv_itemsize  # of a token
         self._roles = matrix_roles(runner.weights)
+        table = runner.weights.embed_tokens
+        self._embedding_bytes = table.nbytes // len(table)  # of a token
         # Of these an operation touches a part, that of its tokens.
-        tables = [runner.weights.embed_tokens, *getattr(self._backend, "_partials", ())]
-        for name in ("kv_cache", "block_tables", "_cos", "_sin"):
-            if (table := getattr(self._backend, name, None)) is not None:
-                tables.append(table)
+        tables = [table, *getattr(self._backend, "_partials", ())]
+        names = ("kv_cache", "block_tables", "_cos", "_sin")
+        tables += [getattr(self._backend, name) for name in names if hasattr(self._backend, name)]
         self._tables = {address(table) for table in tables}
 
     @contextmanager
@@ -215,7 +228,10 @@ class Recorder:
         launch(name, grid, threads, args, shared)
 
     def _see_matmul(self, matmul: Any, x: Any, weight: Any, out: Any, **options: Any) -> None:
-        self._add("cuBLAS", partial(matmul, x, weight, out, **options), (x, weight, out))
+        segments = 1 if options.get("segment") is None else options["segments"]
+        depth = x.shape[1] // segments  # of a segment that is multiplied alone
+        arrays = (x[:, :depth], weight[:, :depth], out)
+        self._add("cuBLAS", partial(matmul, x, weight, out, **options), arrays)
         matmul(x, weight, out, **options)
 
     def _see_operation(self, name: str, operation: Any, *args: Any) -> Any:
@@ -229,7 +245,7 @@ class Recorder:
         flops = 0.0
         matrix = next((a for a in arrays if address(a) in self._roles), None)
         if "embedding" in name:
-            nbytes += self._batch * cfg.hidden_size * self._backend.kv_itemsize
+            nbytes += self._batch * self._embedding_bytes
         elif matrix is not None:
             if address(matrix) in self._tables:  # the embeddings as the LM head
                 nbytes += matrix.nbytes
@@ -290,41 +306,40 @@ def replay_seconds(runner: ModelRunner, launches: list[Launch]) -> float:
 # Telling it
 
 
-def as_json(
-    args: argparse.Namespace, limits: Limits, kinds: list[Kind], step_seconds: float
-) -> dict[str, Any]:
+def as_json(args: argparse.Namespace, report: StepReport) -> dict[str, Any]:
     """All figures; seconds, bytes and floating-point operations of a whole step."""
     return {
         "bench": "kernels",
         "model": model_name(args),
         "batch": args.batch,
         "context": args.context,
-        "limits": asdict(limits),
-        "step_seconds": step_seconds,
-        "kernels": [asdict(kind) for kind in kinds],
+        "limits": asdict(report.limits),
+        "step_seconds": report.seconds,
+        "kernels": [asdict(kind) for kind in report.kinds],
     }
 
 
-def table_of(title: str, limits: Limits, kinds: list[Kind], step_seconds: float) -> Table:
+def table_of(title: str, report: StepReport) -> Table:
     """For people."""
     table = Table(box=box.SIMPLE, title=title)
     table.add_column("kernel")
     for column in ("launches", "each", "together", "of the step", "bytes", "rate", "floor", "floor / time"):
         table.add_column(column, justify="right")
-    together = sum_of(kinds)
-    whole = replace(together, name="whole step", seconds=step_seconds)
-    for kind in [*kinds, together, whole]:
+    together = sum_of(report.kinds)
+    whole = replace(together, name="whole step", seconds=report.seconds)
+    for kind in [*report.kinds, together, whole]:
         table.add_row(
             kind.name,
             str(kind.count),
             duration(kind.seconds / kind.count),
             duration(kind.seconds),
-            share(kind.seconds / step_seconds),
+            share(kind.seconds / report.seconds),
             rate(kind.bytes, "B"),
             rate(kind.bytes / kind.seconds, "B/s"),
             duration(kind.floor_seconds),
             share(kind.floor_seconds / kind.seconds),
         )
+    limits = report.limits
     notes = [f"read {rate(limits.read_bytes_per_second, 'B/s')}: what a cache still holds may come faster"]
     if limits.graph_node_seconds is not None:
         notes.append(f"a kernel that does nothing takes {duration(limits.graph_node_seconds)}")

@@ -107,7 +107,7 @@ def _host_limits(best_gemm: float) -> Limits:
 
 
 def host_read_rates(width: int) -> dict[str, float]:
-    """Bytes a second that the host reads, by several means: GEMVs of wide rows and of rows of ``width``, max."""
+    """Bytes a second that the host reads, by several means: GEMVs of rows of 8192 and of ``width``, max."""
     data = np.ones(READ_BYTES // 4, np.float32)
     rates = {}
     for columns in sorted({8192, width}):

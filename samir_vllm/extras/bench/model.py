@@ -7,6 +7,7 @@ a checkpoint. Knows no figure and no peer.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import zlib
 from collections.abc import Iterable, Mapping
@@ -172,6 +173,7 @@ def make_engine(
     engine = Engine.from_parts(options, config, tokenizer, runner, num_pages=num_pages)
     engine.backend_name = backend.name
     engine.notices += backend.notices
+    gc.freeze()  # as the command line does
     return engine
 
 

@@ -187,6 +187,7 @@ def with_peer(
     """
     if args.peers is None:
         return report
+    gc.unfreeze()
     gc.collect()
     free_unused_memory()
     results = transformers_results(

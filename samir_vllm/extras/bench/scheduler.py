@@ -11,24 +11,25 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from samir_vllm.batch import build_batch
-from samir_vllm.config import EngineConfig, ModelConfig
+from samir_vllm.config import EngineConfig
 from samir_vllm.engine import Engine
+from samir_vllm.errors import OptionError
+from samir_vllm.extras.bench.model import LLAMA_1B, pages_per_seq
+from samir_vllm.extras.bench.report import number, print_table
 from samir_vllm.sampling import SamplingParams
 from samir_vllm.sequence import ScheduledStep, StepResult
 
 RUNNING = (1, 16, 256)
 WAITING = (100, 10_000, 100_000)
-NUM_LAYERS = 16
 PROMPT = [1, 2, 3]
-MAX_TOKENS = 1000
 REPEATS = 5
+MOST_STEPS = 400
 TARGET_US = 3.0
 """Microseconds a running sequence at 256: together a third of a GPU's decode step of 2.2 ms."""
 
@@ -76,49 +77,40 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("--steps", type=int, default=100, metavar="N", help="steps in a run (%(default)s)")
+    parser.add_argument("--steps", type=number, default=100, metavar="N", help="steps in a run (%(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the tables")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit status."""
-    steps = min(max(1, args.steps), MAX_TOKENS // (2 * REPEATS) - 2)
-    rows = [measure(running, waiting, steps) for running in RUNNING for waiting in WAITING]
+    if args.steps > MOST_STEPS:
+        raise OptionError(f"--steps must be at most {MOST_STEPS}, not {args.steps}")
+    rows = [measure(running, waiting, args.steps) for running in RUNNING for waiting in WAITING]
     admission = {count: admission_us(count) for count in (1_000, 10_000, 100_000)}
     if args.json:
         print(json.dumps({"rows": [asdict(row) for row in rows], "admission_us": admission}))
         return 0
-    console = Console(highlight=False)
-    console.print(_table(rows))
+    print_table(_table(rows))
     for count, us in admission.items():
-        console.print(f"{count:,} requests queued, admitted, run for one token and ended: {us:.1f} us each")
+        print(f"{count:,} requests queued, admitted, run for one token and ended: {us:.1f} us each")
     return 0
 
 
-def make_engine(running: int) -> Engine:
-    """A 16-layer engine on the fake model, with pages for ``running`` sequences and no more."""
-    model_config = ModelConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_layers=NUM_LAYERS,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=64,
-        vocab_size=256,
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
-    )
+def make_engine(running: int, new_tokens: int) -> Engine:
+    """An engine on the fake model, with Llama 3.2 1B's pages for ``running`` sequences and no more."""
+    vocab_size = FakeTokenizer.vocab_size
+    model_config = replace(LLAMA_1B, vocab_size=vocab_size, bos_token_id=None, eos_token_ids=())
     tokenizer: Any = FakeTokenizer()
     config = EngineConfig(max_num_seqs=running)
-    num_pages = running * NUM_LAYERS * (MAX_TOKENS // 16 + 1)
+    num_pages = running * model_config.num_layers * pages_per_seq(len(PROMPT) + new_tokens)
     return Engine.from_parts(config, model_config, tokenizer, FakeRunner(), num_pages=num_pages)
 
 
 def measure(running: int, waiting: int, steps: int) -> Row:
     """The cost of a decode step with so many running and waiting."""
-    engine = make_engine(running)
-    params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+    new_tokens = 2 * REPEATS * steps + 2  # one of the prefill, and one that is never reached
+    engine = make_engine(running, new_tokens)
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     start = time.perf_counter()
     for _ in range(running + waiting):
         engine.add_request(PROMPT, params)
@@ -149,7 +141,7 @@ def _median_us(step: Callable[[], object], steps: int) -> float:
 
 def admission_us(count: int) -> float:
     """Microseconds a request, from ``add_request`` to its end after one token, 256 at a time."""
-    engine = make_engine(256)
+    engine = make_engine(256, new_tokens=1)
     params = SamplingParams(max_tokens=1)
     start = time.perf_counter()
     for _ in range(count):

@@ -24,8 +24,10 @@ from rich.progress import track
 from rich.table import Table
 
 from samir_vllm.backends import gpu_index
+from samir_vllm.commandline import error_console
 from samir_vllm.config import EngineConfig, ModelConfig
-from samir_vllm.errors import OptionError, SamirVllmError
+from samir_vllm.errors import SamirVllmError
+from samir_vllm.extras.bench.report import number, print_table
 from samir_vllm.hub import resolve_model
 
 READ_BYTES = 16 << 20
@@ -47,17 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR|NAME", help="as for generate")
     parser.add_argument("--device", default="auto", help="as for generate (default: %(default)s)")
     parser.add_argument(
-        "--runs", type=int, default=5, metavar="N", help="warm starts; the median counts (%(default)s)"
+        "--runs", type=number, default=5, metavar="N", help="warm starts; the median counts (%(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit status."""
-    if args.runs < 1:
-        raise OptionError(f"--runs must be at least 1, not {args.runs}")
     model_dir = resolve_model(args.model)
-    console = Console(stderr=True, highlight=False)
+    console = error_console()
     read_weights(model_dir, console)
     with tempfile.TemporaryDirectory(prefix="samir_vllm-bench-") as cache:
         starts = [
@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        Console(highlight=False).print(_table(report), *_notes(report), sep="\n")
+        print_table(_table(report))
+        print(*_notes(report), sep="\n")
     return 0
 
 

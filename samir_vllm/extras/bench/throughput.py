@@ -17,16 +17,15 @@ from typing import Any
 
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from samir_vllm.commandline import error_console, print_notice
+from samir_vllm.backends import KV_SPLIT
 from samir_vllm.config import ModelConfig
 from samir_vllm.engine import Engine
 from samir_vllm.errors import OptionError
-from samir_vllm.extras.bench.decode import TimedRunner, check, gpu_idle, gpu_seconds, runner_of
 from samir_vllm.extras.bench.limits import (
     Limits,
+    StepWork,
     causal_pairs,
     floor_seconds,
     measure_limits,
@@ -36,6 +35,7 @@ from samir_vllm.extras.bench.limits import (
 from samir_vllm.extras.bench.model import (
     add_model_arguments,
     check_context,
+    check_outputs,
     make_engine,
     model_name,
     open_model,
@@ -49,10 +49,13 @@ from samir_vllm.extras.bench.report import (
     check_output,
     duration,
     number,
+    print_notices,
+    print_table,
     progress,
     with_peer,
     write_report,
 )
+from samir_vllm.extras.bench.timed_runner import TimedRunner, gpu_idle, gpu_seconds, runner_of
 from samir_vllm.outputs import StepOutput, StepRecord
 from samir_vllm.sampling import SamplingParams
 
@@ -93,16 +96,6 @@ class Served:
     def seconds(self) -> float:
         """Wall time."""
         return self.ended - self.started
-
-
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """What one step ran, as ``limits.step_bytes`` and ``step_flops`` count it."""
-
-    tokens: int
-    kv_tokens: int  # read, of all sequences: those written by earlier steps
-    attended: int  # pairs of a query token and a KV token
-    logit_rows: int
 
 
 # The command
@@ -146,25 +139,16 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError("--seed must be 0 or more, and --interval 0.001 to 1,000,000 seconds")
     config, tensors = open_model(args)
     requests = draw_lengths(args.requests, args.shortest, args.longest, args.seed)
-    long = Lengths(args.long_prompt, args.long_new)
-    check_context(config, max(lengths.prompt + lengths.new for lengths in [*requests, long]))
-    engine = make_loaded_engine(args, config, tensors, requests, long)
-    console = error_console()
-    for notice in engine.notices:
-        print_notice(console, notice)
-    limits, rows = measure(engine, requests, Arrivals(long, args.interval))
-    report = Report("throughput", model_name(args), limits, rows)
-    if args.peers is not None:
-        del engine  # the peer needs the GPU's memory
-        lengths = [[r.prompt, r.new] for r in requests]
-        work = {"name": rows[0].name, "kind": "throughput", "requests": lengths, "batches": PEER_BATCHES}
-        report = with_peer(report, args, config, [work])
+    limits, rows = measure(args, config, tensors, requests)
+    lengths = [[r.prompt, r.new] for r in requests]
+    work = {"name": rows[0].name, "kind": "throughput", "requests": lengths, "batches": PEER_BATCHES}
+    report = with_peer(Report("throughput", model_name(args), limits, rows), args, config, [work])
     write_report(report, args)
     if not args.json:
         table = table_of(report.rows)
         if (how := report.rows[0].details.get("peer_how")) is not None:
             table.caption = f"{report.peer}: {how}"
-        Console(highlight=False).print(table)
+        print_table(table)
     return 0
 
 
@@ -199,23 +183,50 @@ def make_loaded_engine(
     )
 
 
-def measure(engine: Engine, requests: list[Lengths], arrivals: Arrivals) -> tuple[Limits, list[Row]]:
-    """Both runs, after one that doesn't count."""
+def measure(
+    args: argparse.Namespace, config: ModelConfig, tensors: Any, requests: list[Lengths]
+) -> tuple[Limits, list[Row]]:
+    """Both runs, with one engine, which is gone afterwards."""
+    long = Lengths(args.long_prompt, args.long_new)
+    longest = max(lengths.prompt + lengths.new for lengths in [*requests, long])
+    check_context(config, longest)
+    engine = make_loaded_engine(args, config, tensors, requests, long)
+    print_notices(engine.notices)
     runner = runner_of(engine)
-    mix = f"and {arrivals.lengths.prompt:,} tokens every {arrivals.interval:g} s"
-    cases = {f"{len(requests)} at once": None, f"{len(requests)}, {mix}": arrivals}
+    mix = f"and {long.prompt:,} tokens every {args.interval:g} s"
+    cases: dict[str, Arrivals | None] = {f"{len(requests)} at once": None}
+    cases[f"{len(requests)}, {mix}"] = Arrivals(long, args.interval)
     rows = []
     with progress(2 + len(cases)) as begin:
         begin("limits")
         limits = measure_limits(runner.backend)
         begin("warm-up")
-        serve(engine, requests, arrivals)  # graphs are recorded, kernels are loaded
-        for name, extra in cases.items():
+        warm_up(engine, longest)
+        for name, arrivals in cases.items():
             begin(name)
-            runner.begin(lambda step: True)
-            served = serve(engine, requests, extra)
+            runner.begin()
+            served = serve(engine, requests, arrivals)
             rows.append(make_row(name, served, limits, engine, runner.end()))
     return limits, rows
+
+
+def warm_up(engine: Engine, longest: int) -> None:
+    """Decode steps of all sizes, at short and at long KV lengths: graphs are recorded, kernels are loaded.
+
+    A graph serves KV lengths up to a power of two, and numbers of rows up to a multiple of eight or more.
+
+    Args:
+        engine: idle.
+        longest: tokens of a request, at most.
+    """
+    powers = [KV_SPLIT << i for i in range((longest // KV_SPLIT).bit_length())]
+    for tokens in [*(power for power in powers if power < longest), longest]:
+        beside = min(engine.config.max_num_seqs - 1, tokens - 3)
+        # Steps between the end of each and that of the last: the last ones go one by one, others in eights.
+        steps = [i if i < 32 else 28 + i // 8 for i in range(beside)]
+        lasting = min(max(steps, default=0) + 3, tokens - 1)
+        short = [Lengths(1, lasting - 1 - n) for n in steps]
+        serve(engine, [Lengths(tokens - lasting, lasting), *short])
 
 
 # Serving
@@ -248,7 +259,7 @@ def serve(
         served.heard.append((now, outputs))
         left -= sum(out.result is not None and out.request_id not in served.due for out in outputs)
     served.ended, engine.on_step = now, None
-    check([out for _, outputs in served.heard for out in outputs])
+    check_outputs(out for _, outputs in served.heard for out in outputs)
     for request_id in served.due:
         engine.abort(request_id)
     while engine.has_work:  # a step may still be under way
@@ -265,7 +276,7 @@ def submit(engine: Engine, prompt: list[int], new_tokens: int) -> str:
 
 
 def step_works(served: Served) -> Iterator[StepWork]:
-    """Each step's work, in order."""
+    """The work of each step that ran anything, in order."""
     computed = dict.fromkeys(served.prompts, 0)  # tokens whose K and V earlier steps have written
     for record in served.records:
         tokens = len(record.decodes)
@@ -299,18 +310,8 @@ def make_row(name: str, served: Served, limits: Limits, engine: Engine, marks: l
     runner, config = runner_of(engine), engine.model_config
     nbytes = flops = floor = 0.0
     for work in step_works(served):
-        step_nbytes = step_bytes(
-            runner.weights,
-            config,
-            tokens=work.tokens,
-            kv_tokens=work.kv_tokens,
-            kv_itemsize=runner.backend.kv_itemsize,
-        )
-        if work.logit_rows == 0:  # in the middle of a prompt
-            step_nbytes -= runner.weights.lm_head.nbytes
-        step_operations = step_flops(
-            config, tokens=work.tokens, attended=work.attended, logit_rows=work.logit_rows
-        )
+        step_nbytes = step_bytes(runner.weights, config, work, runner.backend.kv_itemsize)
+        step_operations = step_flops(config, work)
         nbytes, flops = nbytes + step_nbytes, flops + step_operations
         floor += floor_seconds(limits, step_nbytes, step_operations)
     times = token_times(served)
