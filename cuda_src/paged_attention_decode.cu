@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Rows rows;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
     const int seq_len = load_here(seq_lens + rows.sequence), num_splits = (seq_len + KV_SPLIT - 1) / KV_SPLIT;
-    const bool takes_all = gridDim.z == 1;
+    const bool takes_all = gridDim.z == 1, is_whole = takes_all || num_splits == 1;
     const int end = takes_all ? num_splits : blockIdx.z + 1;
     int split = blockIdx.z;
     const int* const table =
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             const float sum[2] = {tile_sum[tile][g], tile_sum[tile][g + 8]};
             state.add_tile(max_after[tile], sum, p, v_tiles + tile * KV_TILE * HEAD_DIM, warp * (COLUMNS / 8));
         }
-        if (takes_all) {
+        if (is_whole) {
             total.merge(state);
         } else {
             total = state;
@@ -198,7 +198,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 
     const long long part = (static_cast<long long>(first_split[rows.sequence]) + split) * gridDim.y + blockIdx.y;
-    const bool is_whole = takes_all || num_splits == 1;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int row = g + i * 8;

@@ -7,7 +7,8 @@ summed in segments, some of them left to the next norm (no golden data).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from samir_vllm.backends import select_backend
 from samir_vllm.config import ModelConfig
 from samir_vllm.errors import DeviceError
 from samir_vllm.model_runner import ModelRunner
-from samir_vllm.sequence import ScheduledStep, Sequence
+from samir_vllm.sequence import ScheduledStep, Sequence, StepResult
 from samir_vllm.weights import open_weights
 
 pytestmark = pytest.mark.gpu
@@ -316,6 +317,7 @@ def test_turns_reuse_their_kv_to_the_same_tokens(model_dir: Path) -> None:
 
 
 def test_a_steady_decode_step_allocates_nothing(model_dir: Path) -> None:
+    """Nothing of the device's; of pinned memory what an earlier step gave back."""
     import cupy
 
     class Counter(cupy.cuda.MemoryHook):
@@ -327,6 +329,12 @@ def test_a_steady_decode_step_allocates_nothing(model_dir: Path) -> None:
 
         def alloc_preprocess(self, **kwargs: int) -> None:
             self.count += 1
+
+    newly_pinned: list[int] = []
+
+    def pin(size: int) -> Any:
+        newly_pinned.append(size)
+        return cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(size), 0)
 
     config = ModelConfig.from_dir(model_dir)
     engine_config = EngineConfig(device="cuda", max_num_seqs=4, max_batched_tokens=64)
@@ -343,35 +351,36 @@ def test_a_steady_decode_step_allocates_nothing(model_dir: Path) -> None:
     pages = np.arange(4 * 4 * config.num_layers, dtype=np.int32).reshape(4, config.num_layers, 4)
     for slot, seq in enumerate(sequences):
         seq.slot = slot
-    step = ScheduledStep([], [(seq, 5) for seq in sequences], list(zip(sequences, pages, strict=True)))
-
-    def run_step(step: ScheduledStep) -> None:
-        for seq, token in zip(sequences, runner.run(step).token_ids, strict=True):
-            seq.num_launched_tokens = len(seq.token_ids)
-            seq.token_ids.append(token)
-
-    run_step(step)
+    prefill = ScheduledStep([], [(seq, 5) for seq in sequences], list(zip(sequences, pages, strict=True)))
     decode = ScheduledStep(sequences, [], [])
-    for _ in range(3):
-        run_step(decode)
-    pool, pinned = cupy.get_default_memory_pool(), cupy.get_default_pinned_memory_pool()
-    pinned_sizes: list[int] = []
 
-    def counting_pinned(size: int) -> Any:
-        pinned_sizes.append(size)
-        return pinned.malloc(size)
+    def launch(step: ScheduledStep, tokens: int) -> Callable[[], StepResult]:
+        read = runner.launch(step)
+        for seq in sequences:
+            seq.num_launched_tokens += tokens
+        return read
 
-    before = (pool.total_bytes(), pool.used_bytes())
-    cupy.cuda.set_pinned_memory_allocator(counting_pinned)
+    def run_steps(count: int) -> None:
+        """Each is launched before the last one's tokens are read."""
+        for _ in range(count):
+            underway.append(launch(decode, 1))
+            assert len(underway.popleft()().token_ids) == len(sequences)
+
+    pool, pinned = cupy.get_default_memory_pool(), cupy.cuda.PinnedMemoryPool(pin)
+    cupy.cuda.set_pinned_memory_allocator(pinned.malloc)
     try:
+        underway = deque([launch(prefill, 5)])
+        run_steps(3)
+        before = (len(newly_pinned), pool.total_bytes(), pool.used_bytes())
         with Counter() as counter:
-            for _ in range(20):  # across a page's edge
-                run_step(decode)
+            run_steps(20)  # across a page's edge
+        after = (len(newly_pinned), pool.total_bytes(), pool.used_bytes())
+        underway.popleft()()
     finally:
-        cupy.cuda.set_pinned_memory_allocator(pinned.malloc)
+        cupy.cuda.set_pinned_memory_allocator(cupy.get_default_pinned_memory_pool().malloc)
     assert counter.count == 0
-    assert pinned_sizes == []
-    assert (pool.total_bytes(), pool.used_bytes()) == before
+    assert after == before
+    assert newly_pinned != []  # it was this pool that was asked
 
 
 def test_a_gpu_that_is_not_there() -> None:

@@ -260,24 +260,154 @@ DECODE = (
         _VISIBLE,
         "{count - 1 - warp * KV_TILE, count - 1 - warp * KV_TILE}",
     ),
-    mutation(DECODE_FILE, "wait for K dropped", "    cp_async_wait<1>();\n"),
-    mutation(DECODE_FILE, "wait for V one group too lax", "cp_async_wait<0>();", "cp_async_wait<1>();"),
+    mutation(DECODE_FILE, "one token too many read", "row < count);", "row <= count);"),
+    mutation(DECODE_FILE, "tokens that don't exist are read", "* 8, row < count);", "* 8, true);"),
+    mutation(DECODE_FILE, "rest of the last tile not zeroed", "num_tiles() * KV_TILE;", "count;"),
+    mutation(DECODE_FILE, "K taken for V", "(page * 2 + kv)", "(page * 2)"),
+    mutation(DECODE_FILE, "V of a wrong head", "* NUM_KV_HEADS + head;", "* NUM_KV_HEADS + (head ^ kv);"),
     mutation(
+        DECODE_FILE, "pages exchanged", "[i * ROWS_AT_ONCE / PAGE_SIZE]", "[i * ROWS_AT_ONCE / PAGE_SIZE ^ 1]"
+    ),
+    for_gpu(
         DECODE_FILE,
-        "barrier before the scores dropped",
-        "    __syncthreads();\n\n    Scores scores;",
-        "\n    Scores scores;",
+        "offsets into the pages cut to 32 bits",
+        "const long long block = (page * 2 + kv)",
+        "const int block = ((int)page * 2 + kv)",
+        reason=TOO_LARGE,
     ),
     mutation(
         DECODE_FILE,
+        "last split taken for a full one",
+        "count = min(KV_SPLIT, seq_len - split * KV_SPLIT);",
+        "count = KV_SPLIT;",
+    ),
+    mutation(
+        DECODE_FILE,
+        "a last split that is not full not counted",
+        "num_splits = (seq_len + KV_SPLIT - 1) / KV_SPLIT",
+        "num_splits = seq_len / KV_SPLIT",
+    ),
+    mutation(
+        DECODE_FILE,
+        "an empty split behind full ones",
+        "num_splits = (seq_len + KV_SPLIT - 1) / KV_SPLIT",
+        "num_splits = seq_len / KV_SPLIT + 1",
+    ),
+    mutation(DECODE_FILE, "blocks without a split go on", "    if (split >= num_splits) return;\n"),
+    mutation(
+        DECODE_FILE,
+        "a block goes on to splits of others",
+        "takes_all ? num_splits : blockIdx.z + 1",
+        "num_splits",
+    ),
+    mutation(
+        DECODE_FILE,
+        "the first split alone where one block takes all",
+        "takes_all ? num_splits : blockIdx.z + 1",
+        "blockIdx.z + 1",
+    ),
+    mutation(
+        DECODE_FILE,
+        "last split left out by a block that takes all",
+        "takes_all ? num_splits :",
+        "takes_all ? num_splits - 1 :",
+    ),
+    mutation(DECODE_FILE, "wait for K dropped", "        cp_async_wait<V_WAITS_FOR_K ? 0 : 1>();\n"),
+    mutation(
+        DECODE_FILE,
+        "wait for K one group too lax",
+        "cp_async_wait<V_WAITS_FOR_K ? 0 : 1>();",
+        "cp_async_wait<V_WAITS_FOR_K ? 0 : 2>();",
+    ),
+    mutation(
+        DECODE_FILE,
+        "wait for K too lax where V waits for it",
+        "cp_async_wait<V_WAITS_FOR_K ? 0 : 1>();",
+        "cp_async_wait<1>();",
+    ),
+    mutation(
+        DECODE_FILE,
+        "wait for V one group too lax while the next K comes",
+        "cp_async_wait<1>();",
+        "cp_async_wait<2>();",
+    ),
+    mutation(DECODE_FILE, "wait for V one group too lax", "cp_async_wait<0>();", "cp_async_wait<1>();"),
+    mutation(
+        DECODE_FILE,
+        "V not waited for where it came to K's place",
+        "if (!V_WAITS_FOR_K && is_more) {",
+        "if (is_more) {",
+    ),
+    mutation(DECODE_FILE, "barrier before the scores dropped", "        __syncthreads();  // K is there\n"),
+    mutation(
+        DECODE_FILE,
         "barrier after the maxima dropped",
-        "    __syncthreads();  // the maxima are there, and K is done with\n",
+        "        __syncthreads();  // the maxima are there, and K is done with\n",
+    ),
+    mutation(
+        DECODE_FILE,
+        "next K comes while the last one is read",
+        "        Scores scores;\n",
+        "        Scores scores;\n        if (is_more) next.load(k_tiles, kv_cache, 0, head);\n",
     ),
     mutation(
         DECODE_FILE,
         "barrier before V dropped",
-        "    __syncthreads();\n\n    SoftmaxState<COLUMNS> state;",
-        "\n    SoftmaxState<COLUMNS> state;",
+        "        __syncthreads();  // V and the probabilities are there\n",
+    ),
+    mutation(
+        DECODE_FILE,
+        "barrier before V's place is taken again dropped",
+        "        __syncthreads();  // V and the probabilities are done with\n",
+    ),
+    mutation(DECODE_FILE, "this split's K for the next", "next.load(k_tiles,", "here.load(k_tiles,"),
+    mutation(DECODE_FILE, "next K never loaded", "            next.load(k_tiles, kv_cache, 0, head);\n"),
+    mutation(DECODE_FILE, "next split never taken", "        here = next;\n"),
+    mutation(DECODE_FILE, "this split's V for the next", "next.load(V_WAITS", "here.load(V_WAITS"),
+    mutation(
+        DECODE_FILE, "this split's pages for the next", "next.find(table, split + 1", "next.find(table, split"
+    ),
+    mutation(
+        DECODE_FILE,
+        "next V comes into K's place",
+        "(V_WAITS_FOR_K ? k_tiles : v_tiles,",
+        "(k_tiles,",
+    ),
+    mutation(
+        DECODE_FILE,
+        "K comes into V's place",
+        "kv_cache, !V_WAITS_FOR_K, head);",
+        "kv_cache, 0, head);",
+    ),
+    mutation(
+        DECODE_FILE,
+        "V comes where K is waited for",
+        "kv_cache, !V_WAITS_FOR_K, head);",
+        "kv_cache, 1, head);",
+    ),
+    mutation(
+        DECODE_FILE,
+        "splits of one block not merged",
+        "            total.merge(state);",
+        "            total = state;",
+    ),
+    mutation(
+        DECODE_FILE,
+        "splits of one block merged in the other order",
+        "            total.merge(state);",
+        "            state.merge(total), total = state;",
+    ),
+    mutation(
+        DECODE_FILE,
+        "splits merged from the last",
+        "(first + s) * step",
+        "(first + num_splits - 1 - s) * step",
+    ),
+    mutation(
+        DECODE_FILE,
+        "a block that takes all stores a part",
+        "is_whole = takes_all || num_splits == 1",
+        "is_whole = num_splits == 1",
     ),
     mutation(
         DECODE_FILE,
@@ -311,16 +441,9 @@ DECODE = (
     ),
     mutation(
         DECODE_FILE,
-        "V of a wrong head",
-        "load_kv(v_tiles, kv_cache, pages, 1, head,",
-        "load_kv(v_tiles, kv_cache, pages, 1, head ^ 1,",
-        nth=1,
-    ),
-    mutation(
-        DECODE_FILE,
         "V not loaded where it waits for K's place",
-        "    if (V_WAITS_FOR_K) {",
-        "    if (false) {",
+        "        if (V_WAITS_FOR_K) {",
+        "        if (false) {",
     ),
     mutation(
         DECODE_FILE,
@@ -343,10 +466,10 @@ DECODE = (
     mutation(
         DECODE_FILE,
         "every split reads the first one's pages",
-        "max_pages + split * (KV_SPLIT / PAGE_SIZE)",
-        "max_pages",
+        "table + split * SPLIT_PAGES + i",
+        "table + i",
     ),
-    mutation(DECODE_FILE, "slot forgotten", "(slots[rows.sequence])", "(rows.sequence)"),
+    mutation(DECODE_FILE, "slot forgotten", "(load_here(slots + rows.sequence))", "(rows.sequence)"),
     mutation(DECODE_FILE, "layer forgotten", "NUM_LAYERS + layer_idx", "NUM_LAYERS"),
     mutation(
         DECODE_FILE,
@@ -356,12 +479,42 @@ DECODE = (
     ),
     mutation(
         DECODE_FILE,
-        "an output row one off",
+        "parts of all splits in one place",
+        "(first_split[rows.sequence]) + split",
+        "(first_split[rows.sequence])",
+    ),
+    mutation(
+        DECODE_FILE,
+        "parts of the first sequence merged for all",
+        "merge_splits(rows, first_split[rows.sequence],",
+        "merge_splits(rows, 0,",
+    ),
+    mutation(
+        DECODE_FILE,
+        "one counter for all sequences",
+        "arrived + rows.sequence * gridDim.y + blockIdx.y",
+        "arrived + blockIdx.y",
+    ),
+    mutation(
+        DECODE_FILE,
+        "splits merged by the last block but one",
+        "atomicAdd(counter, 1u) == num_splits - 1",
+        "atomicAdd(counter, 1u) == num_splits - 2",
+    ),
+    mutation(
+        DECODE_FILE,
+        "an output row one off where splits are merged",
         "out + rows.offset(row) + column) =\n            pack",
         "out + rows.offset(row ^ 1) + column) =\n            pack",
     ),
+    mutation(
+        DECODE_FILE,
+        "an output row one off",
+        "out + rows.offset(row) + column) =\n                    pack",
+        "out + rows.offset(row ^ 1) + column) =\n                    pack",
+    ),
     for_compiler(
-        DECODE_FILE, "too few registers", "__launch_bounds__(32 * TILES)", "__launch_bounds__(32 * TILES, 12)"
+        DECODE_FILE, "too few registers", "__launch_bounds__(THREADS)", "__launch_bounds__(THREADS, 12)"
     ),
 )
 
@@ -465,6 +618,24 @@ ATTENTION = (
     ),
     mutation("attention.cuh", "output not faded", "__fmul_rn(out[n][e], fade[e / 2])", "out[n][e]"),
     mutation("attention.cuh", "earlier splits not faded", "__fmul_rn(value_before, before)", "value_before"),
+    mutation(
+        "attention.cuh",
+        "sum not faded where splits are merged",
+        "sum[i] = weights.merge(sum[i], split.sum[i]);",
+        "sum[i] = sum[i] + split.sum[i];",
+    ),
+    mutation(
+        "attention.cuh",
+        "maximum of the earlier splits kept",
+        "            max[i] = weights.max;\n            sum[i] = weights",
+        "            sum[i] = weights",
+    ),
+    mutation(
+        "attention.cuh",
+        "every second column of merged splits left out",
+        "e < i * 2 + 2; ++e",
+        "e < i * 2 + 1; ++e",
+    ),
     mutation("attention.cuh", "a row that has seen nothing forgotten", "max == NO_SCORE ? 0.0f : max", "max"),
     for_gpu(
         "attention.cuh",
@@ -1206,10 +1377,138 @@ ROOFLINE = (
     ),
 )
 
+DECODE_STATE = (
+    mutation(
+        "decode_state.cu",
+        "a barrier before the warps' totals are added dropped",
+        "    __syncthreads();\n    int before",
+        "    int before",
+    ),
+    mutation(
+        "decode_state.cu",
+        "barrier before the next turn dropped",
+        "        __syncthreads();  // all have read the totals\n",
+    ),
+    mutation("decode_state.cu", "first step of the scan missing", "int offset = 1;", "int offset = 2;"),
+    mutation("decode_state.cu", "own warp's total counted, too", "if (w < warp)", "if (w <= warp)"),
+    mutation("decode_state.cu", "splits of earlier turns forgotten", "        num_splits += total;\n"),
+    mutation(
+        "decode_state.cu",
+        "a split that is not full not counted",
+        "(seq_len + KV_SPLIT - 1) / KV_SPLIT",
+        "seq_len / KV_SPLIT",
+    ),
+    mutation(
+        "decode_state.cu",
+        "token of the place before",
+        "kept[slot * 2 + place % 2]",
+        "kept[slot * 2 + (place + 1) % 2]",
+    ),
+    mutation("decode_state.cu", "slot of another row", "exists ? rows[row]", "exists ? rows[start]"),
+    mutation(
+        "decode_state.cu",
+        "places read where there are as many rows as fit",
+        "place = rows[capacity + row]",
+        "place = rows[num_rows + row]",
+    ),
+    mutation(
+        "decode_state.cu",
+        "prompts read where there are as many rows as fit",
+        "rows[2 * capacity + row]",
+        "rows[2 * num_rows + row]",
+    ),
+    mutation(
+        "decode_state.cu", "rows stay where they are", "            rows[capacity + row] = place + 1;\n"
+    ),
+    mutation(
+        "decode_state.cu", "newest output token not counted", "outputs = place + 1 -", "outputs = place -"
+    ),
+    mutation(
+        "decode_state.cu", "a token read that padding has chosen", "if (slot != nobody) {", "if (exists) {"
+    ),
+    mutation(
+        "decode_state.cu",
+        "a sequence that has ended writes to its pages",
+        "        if (token < 0) slot = nobody;\n",
+    ),
+    mutation(
+        "decode_state.cu",
+        "a sequence that has ended attends to its KV",
+        "token < 0 ? 0 : place + 1",
+        "place + 1",
+    ),
+    mutation("decode_state.cu", "the step's own token not seen", ": place + 1;\n", ": place;\n"),
+    mutation("decode_state.cu", "no token as an id", "{max(token, 0), place", "{token, place"),
+    mutation("decode_state.cu", "threads without a row write one", "if (exists) {\n", "if (true) {\n"),
+    mutation(
+        "decode_state.cu",
+        "inputs written close together",
+        "inputs[i * capacity + row]",
+        "inputs[i * num_rows + row]",
+    ),
+    mutation(
+        "decode_state.cu",
+        "staged token of the place before",
+        "kv_index[row] % 2",
+        "(kv_index[row] + 1) % 2",
+    ),
+    mutation("decode_state.cu", "tokens of the host overwritten", " || token_ids[row] >= 0"),
+    mutation(
+        "decode_state.cu",
+        "no staged token as an id",
+        "token_ids[row] = max(token, 0)",
+        "token_ids[row] = token",
+    ),
+    mutation(
+        "decode_state.cu",
+        "staged rows beyond the first block left out",
+        "blockIdx.x * blockDim.x + threadIdx.x",
+        "threadIdx.x",
+        nth=1,
+    ),
+    mutation(
+        "decode_state.cu",
+        "a staged row that has ended writes to its pages",
+        "token_slots[row] = slots",
+        "slots",
+    ),
+    mutation(
+        "decode_state.cu", "a staged row that has ended keeps its slot", "= slots[row] = logit", "= logit"
+    ),
+    mutation(
+        "decode_state.cu",
+        "what a staged row that has ended chooses is kept",
+        "= logit_slots[row] = nobody",
+        "= nobody",
+    ),
+    mutation("decode_state.cu", "a staged row that has ended attends", "    seq_lens[row] = 0;\n"),
+    mutation(
+        "decode_state.cu",
+        "chosen tokens beyond the first block not kept",
+        "blockIdx.x * blockDim.x + threadIdx.x",
+        "threadIdx.x",
+        nth=2,
+    ),
+    mutation("decode_state.cu", "what padding has chosen is kept", "    if (slot == nobody) return;\n"),
+    mutation("decode_state.cu", "eighth stop id forgotten", "i < STOP_IDS;", "i < STOP_IDS - 1;"),
+    mutation(
+        "decode_state.cu", "stop ids of another slot", "stop_ids[slot * STOP_IDS", "stop_ids[row * STOP_IDS"
+    ),
+    mutation("decode_state.cu", "only the last stop id counts", "ends |= stop_ids", "ends = stop_ids"),
+    mutation("decode_state.cu", "an end forgotten", "ends ? -1 : token", "token"),
+    mutation(
+        "decode_state.cu",
+        "token kept for the input's place",
+        "[logit_rows[row]] + 1) % 2",
+        "[logit_rows[row]]) % 2",
+    ),
+    mutation("decode_state.cu", "place of another row's token", "kv_index[logit_rows[row]]", "kv_index[row]"),
+)
+
 MUTATIONS: tuple[Mutation, ...] = (
     *(*EMBEDDING, *COMMON, *RMSNORM, *LINEAR, *ROPE),
     *(*DECODE, *PREFILL, *ATTENTION, *SILU, *PTX),
-    *(*LOGITS, *ARGMAX, *SAMPLING, *ADJUST, *LOG_PROBS, *SAMPLE, *ROOFLINE),
+    *(*LOGITS, *ARGMAX, *SAMPLING, *ADJUST, *LOG_PROBS, *SAMPLE, *ROOFLINE, *DECODE_STATE),
 )
 
 TESTS: dict[str, tuple[str, ...]] = {
@@ -1217,6 +1516,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "rmsnorm": ("test_rmsnorm", "test_linear_add", "test_lm_head"),
     "silu_mul": ("test_silu_mul",),
     "argmax": ("test_argmax",),
+    "decode_state": ("test_decode_state",),
     "adjust_logits": ("test_adjust_logits",),
     "log_probs": ("test_log_probs",),
     "sample": ("test_sample",),

@@ -224,14 +224,15 @@ def test_raw_values_come_back_whatever_they_are(twins: Twins) -> None:
 
 @over(SMALL)
 def test_a_table_is_as_long_as_its_request_may_need(twins: Twins) -> None:
-    """A head, what is known at the start, and the output's tokens if they count."""
+    """A head, what is known at the start, and the output's tokens if they count; a power of two in all."""
     for sampling, entries in (
         (wish(logit_bias={1: 1, 2: 1}, max_tokens=50), 2),
         (wish(logit_bias={1: 1}, presence_penalty=1, max_tokens=50), 1 + 50),
         (wish(presence_penalty=1, max_tokens=5000), 1003),
     ):
         seat_both(twins, [Row(sampling)])
-        assert twins.tested._sampling.tables.shape == (1, 1 + entries, 4)  # type: ignore[attr-defined]
+        size = 1 << entries.bit_length()
+        assert twins.tested._sampling.tables.shape == (1, size, 4)  # type: ignore[attr-defined]
 
 
 @over(SMALL)

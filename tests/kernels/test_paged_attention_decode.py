@@ -5,17 +5,21 @@ Whatever no sequence has written is NaN, or so large that one more term would sh
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
-from attention import attend, check, make_q
+from attention import attend, attend_in_each_way, check, check_each_way, make_q
 from twins import (
     HEADS,
     LARGE,
     MANY_HEADS,
     MAX_ROWS,
+    MAX_SEQS,
     POISON,
+    SMALL,
     Part,
     Twins,
     assert_same_bits,
@@ -24,6 +28,7 @@ from twins import (
     large,
     make_batch,
     make_kv,
+    normal,
     over,
     pages_with,
     poisoned,
@@ -36,7 +41,9 @@ from samir_vllm.config import ModelConfig
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 700, 768, 769, 1000)
 """Around the edges of pages (16), tiles (64) and splits (256)."""
 
-EMULATED_LENGTHS = (1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 513)
+FIVE_SPLITS, FORTY_SPLITS = 4 * 256 + 1, 39 * 256 + 1
+
+EMULATED_LENGTHS = (1, 15, 16, 17, 63, 64, 65, 255, 256, 257, 513, 769, FIVE_SPLITS)
 
 
 def decodes_of(lengths: list[int], slots: list[int] | None = None):
@@ -46,24 +53,31 @@ def decodes_of(lengths: list[int], slots: list[int] | None = None):
 
 
 @poisoned
-@pytest.mark.parametrize("length", [n if n in EMULATED_LENGTHS else large(n)[0] for n in LENGTHS])
+@pytest.mark.parametrize(
+    "length",
+    [n if n in EMULATED_LENGTHS else large(n)[0] for n in (*LENGTHS, FIVE_SPLITS, FORTY_SPLITS)],
+)
 @over(HEADS)
 def test_one_sequence(twins: Twins, length: int, poison: float) -> None:
+    """By one block, by a block for each split, and as the last row of a prompt."""
     rng = rng_for("decode", length)
     pages = pages_with(twins.config, [make_kv(twins.config, length, rng)], rng, poison)
-    check(twins, pages, decodes_of([length]), make_q(twins, 1, rng))
+    q = make_q(twins, 1, rng)
+    got = check_each_way(twins, pages, decodes_of([length]), q)
+    last_row = make_batch([Part(0, 1, length - 1)])
+    assert_same_bits(twins.test(lambda b: attend(b, pages, last_row, q)), got)
 
 
 @either_poison
 @pytest.mark.parametrize("rows", [19, *large(99, 256)])
 @over(HEADS, leave_out=LARGE | {"ratio1_d64", "ratio8_d64"})
 def test_mixed_lengths(twins: Twins, rows: int, poison: float) -> None:
-    """Lengths of 1 to 1,000 in one batch, the slots in any order."""
+    """Lengths of 1 to 1,025 in one batch, the slots in any order."""
     rng = rng_for("decode mix", rows)
-    lengths = [*LENGTHS[:19], *rng.integers(1, 1001, rows - 19).tolist()]
+    lengths = [*LENGTHS[:17], 769, FIVE_SPLITS, *rng.integers(1, 1001, rows - 19).tolist()]
     pages = pages_with(twins.config, [make_kv(twins.config, n, rng) for n in lengths], rng, poison)
     batch = decodes_of(lengths, rng.permutation(rows).tolist())
-    check(twins, pages, batch, make_q(twins, rows, rng))
+    check_each_way(twins, pages, batch, make_q(twins, rows, rng))
 
 
 @over(HEADS)
@@ -75,7 +89,7 @@ def test_peaked_softmax(twins: Twins) -> None:
         growth = np.linspace(0.1, 3, len(sequence))[:, None, None]
         sequence[:, 0] = bf16(sequence[:, 0].astype(np.float32) * growth)
     pages = pages_with(twins.config, kv, rng)
-    check(twins, pages, decodes_of([len(x) for x in kv]), make_q(twins, 3, rng, scale=6))
+    check_each_way(twins, pages, decodes_of([len(x) for x in kv]), make_q(twins, 3, rng, scale=6))
 
 
 @over(HEADS)
@@ -88,6 +102,22 @@ def test_equal_scores_average_v(twins: Twins) -> None:
     mean = kv[:, 1].astype(np.float32).mean(axis=0)  # [Hkv, D]
     expected = np.repeat(mean, cfg.num_heads // cfg.num_kv_heads, axis=0).reshape(1, -1)
     np.testing.assert_allclose(got, expected, atol=2e-3)  # means of about 0.04, rounded to BF16
+
+
+@over(SMALL)
+def test_order_in_which_splits_are_merged(twins: Twins) -> None:
+    """The second split takes away what the first one gave: what is left is a rounding error of the merge."""
+    cfg, rng = twins.config, rng_for("order")
+    kv = np.zeros((512, 2, cfg.num_kv_heads, cfg.head_dim), np.float32)
+    kv[256:, 0] = 1 / 16  # K; the queries are ones
+    fade = 2.0 ** -(cfg.head_dim**0.5 / 16 * np.log2(np.e))
+    kv[:256, 1] = normal(rng, cfg.num_kv_heads, cfg.head_dim)
+    for token in range(256, 260):  # BF16 has 8 bits
+        kv[token, 1] = bf16(-(kv[:256, 1].sum(0) * fade + kv[256:token, 1].sum(0)))
+    pages, q = pages_with(cfg, [bf16(kv)], rng), bf16(np.ones((1, cfg.num_heads, cfg.head_dim)))
+    got = check_each_way(twins, pages, decodes_of([512]), q)
+    assert np.abs(got).max() < 1e-5 < np.abs(kv[:256, 1]).max()
+    assert_same_bits(twins.test(lambda b: attend(b, pages, make_batch([Part(0, 1, 511)]), q)), got)
 
 
 @over(HEADS)
@@ -114,7 +144,7 @@ def test_many_query_heads_to_a_kv_head(twins: Twins) -> None:
     rng = rng_for("many heads")
     lengths = [1, 64, 257, 700]
     pages = pages_with(twins.config, [make_kv(twins.config, n, rng) for n in lengths], rng, POISON["nan"])
-    check(twins, pages, decodes_of(lengths), make_q(twins, len(lengths), rng))
+    check_each_way(twins, pages, decodes_of(lengths), make_q(twins, len(lengths), rng))
     longest = min(700, twins.max_rows // 4 * 3)
     q = make_q(twins, longest, rng)
     whole = twins.test(lambda b: attend(b, pages, make_batch([Part(3, longest)]), q))
@@ -124,6 +154,35 @@ def test_many_query_heads_to_a_kv_head(twins: Twins) -> None:
         assert_same_bits(row, whole[last : last + 1])
 
 
+@over(SMALL)
+def test_rows_without_kv_are_left_alone(twins: Twins) -> None:
+    """Padding, and a sequence that has ended: nothing is written, and others' bits are as without them."""
+    rng, nobody = rng_for("padding"), MAX_SEQS  # its slot has no pages
+    lengths = [600, 1, FIVE_SPLITS, 256, 40]
+    kv = [make_kv(twins.config, n, rng) for n in lengths]
+    pages = pages_with(twins.config, kv, rng)
+    slots = [nobody, 2, 0, nobody, nobody, 4, 3, 1, nobody]
+    starts = [-1 if slot in (nobody, 4) else lengths[slot] - 1 for slot in slots]
+    live = [i for i, start in enumerate(starts) if start >= 0]
+    q = make_q(twins, len(slots), rng)
+    batch = make_batch([Part(*part) for part in zip(slots, [1] * 9, starts, strict=True)], num_decodes=9)
+    alone = check_each_way(twins, pages, decodes_of(lengths, [slots[i] for i in live]), q[live])
+    for got in attend_in_each_way(twins, pages, batch, q).values():
+        assert_same_bits(got[live], alone)
+        left_alone = np.delete(got, live, axis=0)
+        np.testing.assert_array_equal(left_alone.view(np.uint32), 0xFFFF0000)  # as poisoned
+
+
+@over(SMALL)
+def test_blocks_that_share_a_sequence(twins: Twins) -> None:
+    """One where its splits are few, or where there are blocks enough for the GPU; else one for each split."""
+    tested: Any = twins.tested
+    few = inspect.getmodule(type(tested)).FEW_SPLITS
+    enough = -(-tested._gpu.num_sms // twins.config.num_kv_heads)  # rows: each has a block for each KV head
+    assert [tested._splits_at_once(1, splits) for splits in (1, few, few + 1, 40)] == [1, 1, few + 1, 40]
+    assert [tested._splits_at_once(rows, 40) for rows in (enough - 1, enough, 256)] == [40, 1, 1]
+
+
 @over({name: HEADS[name] for name in ("ratio3_d128", "ratio8_d128")})
 def test_less_shared_memory_changes_no_bit(
     twins: Twins, less_shared_memory: Callable[[ModelConfig], Backend]
@@ -131,9 +190,8 @@ def test_less_shared_memory_changes_no_bit(
     """A GPU with 99 KiB a block (sm_86, 89, 120), where V comes into K's place."""
     small = Twins.of(less_shared_memory(twins.config))
     rng = rng_for("less shared memory")
-    lengths = [1, 64, 65, 255, 256, 257, 700]
+    lengths = [1, 64, 65, 255, 256, 257, FIVE_SPLITS]
     pages = pages_with(twins.config, [make_kv(twins.config, n, rng) for n in lengths], rng, POISON["nan"])
     batch, q = decodes_of(lengths), make_q(twins, len(lengths), rng)
-    check(small, pages, batch, q)
-    got = small.test(lambda b: attend(b, pages, batch, q))
+    got = check_each_way(small, pages, batch, q)
     assert_same_bits(got, twins.test(lambda b: attend(b, pages, batch, q)))
