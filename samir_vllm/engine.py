@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, overload
 
@@ -173,6 +173,7 @@ class Engine:
         self._outboxes: dict[str, list[StepOutput]] = {}  # of requests that `generate` or a stream waits for
         self._launched: deque[_Launched] = deque()  # the oldest first
         self._booked: deque[Sequence] = deque()  # they have a token, or have ended, and nobody has been told
+        self._unrecorded: _Launched | None = None  # the step that booked them, where on_step is to hear of it
         self._last_end = 0.0  # of the step before, seconds
         self.on_step: Callable[[StepRecord], None] | None = None
         self._ended: list[tuple[str, FinishReason]] = []  # for on_step
@@ -456,8 +457,7 @@ class Engine:
         """Take in the results of the oldest step under way."""
         launched = self._launched[0]
         step = launched.step
-        # Steps that an engine launched before it heard of everybody's end are nobody's.
-        is_told = self.on_step is not None and not all(s.is_finished for s in step.sequences())
+        living = None if self.on_step is None else replace(launched, step=_for_the_living(launched))
         try:
             result = launched.result()
         except InvariantError:
@@ -465,23 +465,23 @@ class Engine:
         except Exception as exc:
             with uninterrupted():
                 self._launched.popleft()
+                self._unrecorded = living
                 self._fail(step, exc)
         else:
             with uninterrupted():
                 self._book(step, result)
                 self._launched.popleft()
+                self._unrecorded = living
             if self._runner.steps_ahead:
                 self._launch()  # before the text is made: the device shall not wait for that
-            self._postprocess()
-        if is_told and self.on_step is not None:
-            self.on_step(self._record(step, max(launched.started, self._last_end)))
-        self._last_end = time.perf_counter()
+        self._postprocess()
 
     def _record(self, step: ScheduledStep, started: float) -> StepRecord:
         ended, self._ended = self._ended, []
+        self._last_end = time.perf_counter()
         return StepRecord(
             started=started,
-            ended=time.perf_counter(),
+            ended=self._last_end,
             admitted=[seq.request_id for seq, _ in step.admitted],
             prefills=[(seq.request_id, chunk) for seq, chunk in step.prefills],
             decodes=[seq.request_id for seq in step.decodes],
@@ -502,6 +502,14 @@ class Engine:
             while self._booked:
                 self._deliver(self._tell(self._booked[0]))
                 self._booked.popleft()
+        if self._unrecorded is not None:
+            self._tell_on_step(self._unrecorded)
+            self._unrecorded = None
+
+    def _tell_on_step(self, launched: _Launched) -> None:
+        step = launched.step
+        if self.on_step is not None and (step.sequences() or step.admitted):
+            self.on_step(self._record(step, max(launched.started, self._last_end)))
 
     def _tell(self, seq: Sequence) -> StepOutput:
         answer = self._answers[seq.request_id]
@@ -673,6 +681,24 @@ def _is_single(prompts: Any) -> bool:
         return True
     items = list(prompts)
     return bool(items) and (isinstance(items[0], (int, Mapping)))
+
+
+def _for_the_living(launched: _Launched) -> ScheduledStep:
+    """Without those who have ended since it was launched: to them it was nothing, and nobody heard of it.
+
+    And without those whom it admitted and who are in none of its rows, if it failed: they are admitted again.
+    """
+    step = launched.step
+    rows = step.sequences()
+    return ScheduledStep(
+        [seq for seq in step.decodes if not seq.is_finished],
+        [(seq, chunk) for seq, chunk in step.prefills if not seq.is_finished],
+        [
+            (seq, pages)
+            for seq, pages in step.admitted
+            if not seq.is_finished and (seq in rows or not launched.has_failed)
+        ],
+    )
 
 
 def _raises(exc: Exception) -> Callable[[], StepResult]:

@@ -8,11 +8,13 @@ so a page shared by two sequences, a stale block table or a wrong position chang
 from __future__ import annotations
 
 import codecs
+import itertools
 import zlib
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
+import pytest
 
 from samir_vllm.backends import CHOSEN
 from samir_vllm.backends.reference_sampler import Adjustments, sample_row, settings_of
@@ -27,6 +29,9 @@ VOCAB_SIZE = 272
 """Of the model; the tokenizer knows 256 ids, so some tokens have no text, as with a padded vocabulary."""
 
 PLAIN = SamplingParams()
+
+STEPS_AHEAD = pytest.mark.parametrize("steps_ahead", [0, 1, 2])
+"""For tests of what must not depend on how far steps run ahead of the results that are read."""
 
 
 def next_token(token_ids: Seq[int]) -> int:
@@ -88,9 +93,9 @@ class FakeRunner:
     tokens only it knows. Each step's work is done when it is launched, as on a stream.
 
     ``nan_at``: request id -> the output token (0 the first) that comes out NaN. ``raise_at``: number of the
-    run (0 the first) -> what it raises, once K and V of the step are written; ``raise_late``: the same when
-    the result is asked for, the first time. ``says``: token ids it says over and over, if any. ``steps``:
-    (decodes, prefills) of each run.
+    run (0 the first) -> what it raises, once K and V of the step are written; whom the step admitted it then
+    forgets. ``raise_late``: what it raises when the result is asked for, the first time. ``says``: token ids
+    it says over and over, if any. ``steps``: (decodes, prefills) of each run.
     """
 
     def __init__(self, num_pages: int, *, samples: bool = False, steps_ahead: int = 0) -> None:
@@ -103,22 +108,24 @@ class FakeRunner:
         self.raise_late: dict[int, BaseException] = {}
         self.says: list[int] = []
         self.steps: list[tuple[list[str], list[tuple[str, int]]]] = []
+        self._numbers = itertools.count()
         self._unread: set[int] = set()
-        self._kept: dict[
-            tuple[int, int], int
-        ] = {}  # (slot, even or odd place) -> token, CHOSEN after the end
+        # (slot, even or odd place) -> token, CHOSEN after the end
+        self._kept: dict[tuple[int, int], int] = {}
 
     def launch(self, step: ScheduledStep) -> Callable[[], StepResult]:
         if step.is_empty:
             raise InvariantError("the engine launches a step with nothing to run")
         if len(self._unread) > self.steps_ahead:
             raise InvariantError("the engine runs further ahead than it may")
-        number = len(self.steps)
+        run, number = len(self.steps), next(self._numbers)
         result = self._run(step)
         self._unread.add(number)
 
         def read() -> StepResult:
-            if (exc := self.raise_late.pop(number, None)) is not None:
+            if number in self._unread and number > min(self._unread):
+                raise InvariantError("the engine reads a step before an older one")
+            if (exc := self.raise_late.pop(run, None)) is not None:
                 if isinstance(exc, Exception):
                     self._unread.discard(number)
                 raise exc
@@ -136,10 +143,14 @@ class FakeRunner:
             raise InvariantError("a sequence without a slot is scheduled")
         for seq, page_ids in step.admitted:
             self.block_tables[seq.slot] = page_ids
+            for parity in range(2):
+                self._kept.pop((seq.slot, parity), None)
             behind = np.arange(seq.num_cached_tokens, page_ids.shape[1] * PAGE_SIZE)
             self.kv[page_ids[:, behind // PAGE_SIZE], behind % PAGE_SIZE] = -1
         result = self._forward(step)
         if (exc := self.raise_at.get(len(self.steps) - 1)) is not None:
+            for seq, _ in step.admitted:  # it must be told again
+                del self.block_tables[seq.slot]
             raise exc
         return result
 
@@ -153,9 +164,12 @@ class FakeRunner:
             start, stop = batch.cu_seqlens_q[i : i + 2].tolist()
             positions, table = batch.positions[start:stop], self.block_tables[slot]
             token_ids = batch.token_ids[start:stop].copy()
+            if positions[-1] > seq.num_prompt_tokens + seq.max_tokens - 2:
+                raise InvariantError(f"{seq.request_id} runs although its last token is made already")
             if token_ids[0] == CHOSEN:
                 token_ids[0] = self._kept[slot, positions[0] % 2]
-            if token_ids[0] < 0:  # it ended in the step before: padding
+            if token_ids[0] < 0:  # it ended in a step before: padding
+                self._kept[slot, (positions[0] + 1) % 2] = CHOSEN
                 result.token_ids.append(NAN_TOKEN)
                 logprobs.append(None)
                 continue

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from talking_model import make_talking_engine, put_in_place
+from talking_model import ByteChat, make_talking_engine, put_in_place
 
+from fake_model import STEPS_AHEAD, make_engine
 from samir_vllm.__main__ import main
 from samir_vllm.errors import RequestError
 from samir_vllm.extras.chat import Conversation, Exchange
@@ -584,6 +585,22 @@ def test_interrupted_answer_shows_what_was_held_back() -> None:
     result = conversation.ask("on and on", shown.append, lambda: next(steps) == 7)
     assert result.text == "".join(shown) == "la la la"  # the last "la" might have begun the stop string
     assert conversation.exchanges[0].answer == "la la la"
+
+
+@STEPS_AHEAD
+def test_what_an_interrupted_turn_left_is_reused_at_once(steps_ahead: int) -> None:
+    """Though steps of it may still be under way; the model reads its K and V back and would not go on."""
+    engine, runner = make_engine(steps_ahead=steps_ahead, context=4096, num_pages=512)
+    engine.chat_format = ByteChat()  # type: ignore[assignment]
+    runner.says = [*b"la "]
+    conversation = Conversation(engine, SamplingParams(max_tokens=100))
+    first = conversation.ask("sing", lambda text: None, lambda: len(runner.steps) > 20)
+    assert first.finish_reason == "abort"
+    assert len(engine._launched) == (steps_ahead + 1 if steps_ahead else 0)
+    second = conversation.ask("sing on", lambda text: None, lambda: len(runner.steps) > 30)
+    written = len(first.prompt_token_ids) + len(first.token_ids) - 1
+    assert second.metrics.num_cached_tokens == written
+    assert second.text.startswith("la la")
 
 
 # The demo model

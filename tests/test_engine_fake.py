@@ -1,4 +1,7 @@
-"""The engine on a fake model: what each request gets, whatever happens to the others."""
+"""The engine on a fake model: what each request gets, whatever happens to the others.
+
+How far steps run ahead of the results that are read must not show; ``test_engine_ahead`` looks closer.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_model import VOCAB_SIZE, ByteTokenizer, answer, make_engine
+from fake_model import STEPS_AHEAD, VOCAB_SIZE, ByteTokenizer, answer, make_engine
 from samir_vllm.engine import Engine, RequestOutput, StepOutput
 from samir_vllm.errors import InvariantError, RequestError
 from samir_vllm.sampling import SamplingParams
 
+SOME_IDS = list(range(0, VOCAB_SIZE, 9))
 PROMPTS = [[1], [5, 6, 7], list(range(16)), list(range(17)), [9] * 40]
 
 
@@ -47,9 +51,10 @@ def text_of(token_ids: list[int]) -> str:
 # The same, whatever the company
 
 
+@STEPS_AHEAD
 @pytest.mark.parametrize("batching", ["continuous", "static"])
-def test_alone_or_together(batching: str) -> None:
-    engine, _ = make_engine(batching=batching, max_batched_tokens=24)
+def test_alone_or_together(batching: str, steps_ahead: int) -> None:
+    engine, _ = make_engine(steps_ahead=steps_ahead, batching=batching, max_batched_tokens=24)
     expected = [answer(prompt, 20) for prompt in PROMPTS]
     alone = [engine.generate(prompt, limit(20)) for prompt in PROMPTS]
     together = engine.generate(PROMPTS, limit(20))
@@ -62,10 +67,11 @@ def test_alone_or_together(batching: str) -> None:
 
 
 @st.composite
-def arrivals(draw: st.DrawFn) -> list[tuple[list[int], int, int]]:
-    """(prompt, new tokens, steps before the next one comes)."""
+def arrivals(draw: st.DrawFn) -> list[tuple[list[int], int, bool, int]]:
+    """(prompt, new tokens, whether one of nine ids ends it, steps before the next one comes)."""
     prompt = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40)
-    return draw(st.lists(st.tuples(prompt, st.integers(1, 24), st.integers(0, 8)), min_size=1, max_size=10))
+    arrival = st.tuples(prompt, st.integers(1, 24), st.booleans(), st.integers(0, 8))
+    return draw(st.lists(arrival, min_size=1, max_size=10))
 
 
 @settings(max_examples=60, deadline=None)
@@ -75,15 +81,18 @@ def arrivals(draw: st.DrawFn) -> list[tuple[list[int], int, int]]:
     num_pages=st.integers(8, 40),
     max_num_seqs=st.integers(1, 5),
     max_batched_tokens=st.integers(1, 60),
+    steps_ahead=st.integers(0, 2),
 )
 def test_any_order_of_arrival(
-    arriving: list[tuple[list[int], int, int]],
+    arriving: list[tuple[list[int], int, bool, int]],
     batching: str,
     num_pages: int,
     max_num_seqs: int,
     max_batched_tokens: int,
+    steps_ahead: int,
 ) -> None:
     engine, _ = make_engine(
+        steps_ahead=steps_ahead,
         num_pages=num_pages,
         batching=batching,
         max_num_seqs=max_num_seqs,
@@ -97,8 +106,10 @@ def test_any_order_of_arrival(
             if out.result is not None:
                 assert out.result.token_ids == tokens[out.request_id]
 
-    for prompt, new, steps in arriving:
-        expected[engine.add_request(prompt, limit(new))] = answer(prompt, new)
+    for prompt, new, stops, steps in arriving:
+        stop_ids = SOME_IDS if stops else ()
+        request_id = engine.add_request(prompt, limit(new, stop_token_ids=stop_ids))
+        expected[request_id] = answer(prompt, new, stop_ids)
         for _ in range(steps):
             step()
     while engine.has_work:
@@ -107,8 +118,9 @@ def test_any_order_of_arrival(
     assert_whole(engine)
 
 
-def test_a_request_joins_a_running_one() -> None:
-    engine, runner = make_engine()
+@STEPS_AHEAD
+def test_a_request_joins_a_running_one(steps_ahead: int) -> None:
+    engine, runner = make_engine(steps_ahead=steps_ahead)
     first = engine.add_request([1, 2, 3], limit(12))
     for _ in range(4):
         engine.step()
@@ -124,13 +136,14 @@ def test_a_request_joins_a_running_one() -> None:
 # How a request ends
 
 
+@STEPS_AHEAD
 @pytest.mark.parametrize("source", ["params", "model"])
-def test_a_stop_id_ends_the_answer(source: str) -> None:
+def test_a_stop_id_ends_the_answer(source: str, steps_ahead: int) -> None:
     prompt = [3, 1, 4]
     whole = answer(prompt, 30)
     stop = whole[10]
     expected = whole[: whole.index(stop) + 1]
-    engine, _ = make_engine(eos_token_ids=(stop,) if source == "model" else ())
+    engine, _ = make_engine(steps_ahead=steps_ahead, eos_token_ids=(stop,) if source == "model" else ())
     out = engine.generate(prompt, limit(30, stop_token_ids=[stop] if source == "params" else []))
     assert out.token_ids == expected
     assert out.finish_reason == "stop"
@@ -141,18 +154,20 @@ def test_a_stop_id_ends_the_answer(source: str) -> None:
     assert_whole(engine)
 
 
-def test_ignore_eos_leaves_the_users_stop_ids() -> None:
+@STEPS_AHEAD
+def test_ignore_eos_leaves_the_users_stop_ids(steps_ahead: int) -> None:
     prompt = [3, 1, 4]
     stop = answer(prompt, 30)[5]
-    engine, _ = make_engine()
+    engine, _ = make_engine(steps_ahead=steps_ahead)
     out = engine.generate(prompt, limit(30, ignore_eos=True, stop_token_ids=[stop]))
     assert out.token_ids == answer(prompt, 30, [stop])
     assert out.finish_reason == "stop"
 
 
+@STEPS_AHEAD
 @pytest.mark.parametrize("prompt_len", [1, 30, 31])
-def test_the_context_cuts_max_tokens(prompt_len: int) -> None:
-    engine, _ = make_engine(context=32)
+def test_the_context_cuts_max_tokens(prompt_len: int, steps_ahead: int) -> None:
+    engine, _ = make_engine(steps_ahead=steps_ahead, context=32)
     prompt = [2] * prompt_len
     out = engine.generate(prompt, limit(1000))
     assert out.token_ids == answer(prompt, 32 - prompt_len)
@@ -160,8 +175,9 @@ def test_the_context_cuts_max_tokens(prompt_len: int) -> None:
     assert_whole(engine)
 
 
-def test_nan_ends_its_request_alone() -> None:
-    engine, runner = make_engine()
+@STEPS_AHEAD
+def test_nan_ends_its_request_alone(steps_ahead: int) -> None:
+    engine, runner = make_engine(steps_ahead=steps_ahead)
     runner.nan_at = {"in prefill": 0, "in decode": 3}
     for name, prompt in zip(["in prefill", "in decode", "well"], PROMPTS, strict=False):
         engine.add_request(prompt, limit(10), request_id=name)
@@ -175,9 +191,10 @@ def test_nan_ends_its_request_alone() -> None:
     assert_whole(engine)
 
 
-def test_a_failing_step_ends_those_in_it() -> None:
+@STEPS_AHEAD
+def test_a_failing_step_ends_those_in_it(steps_ahead: int) -> None:
     """Two run, one of them in the middle of its prompt; the third waits and must not notice."""
-    engine, runner = make_engine(max_num_seqs=2, max_batched_tokens=8)
+    engine, runner = make_engine(steps_ahead=steps_ahead, max_num_seqs=2, max_batched_tokens=8)
     runner.raise_at = {2: RuntimeError("the device\nis on fire")}
     for name, prompt in [("a", [1, 2]), ("b", [3] * 40), ("waiting", [4, 5])]:
         engine.add_request(prompt, limit(10), request_id=name)
@@ -191,8 +208,9 @@ def test_a_failing_step_ends_those_in_it() -> None:
     assert_whole(engine)
 
 
-def test_who_was_admitted_but_not_in_the_failing_step_goes_on() -> None:
-    engine, runner = make_engine(max_batched_tokens=8)
+@STEPS_AHEAD
+def test_who_was_admitted_but_not_in_the_failing_step_goes_on(steps_ahead: int) -> None:
+    engine, runner = make_engine(steps_ahead=steps_ahead, max_batched_tokens=8)
     runner.raise_at = {0: RuntimeError("once")}
     engine.add_request([1] * 8, limit(4), request_id="in it")
     engine.add_request([2, 3], limit(4), request_id="not in it")
@@ -202,18 +220,20 @@ def test_who_was_admitted_but_not_in_the_failing_step_goes_on() -> None:
     assert_whole(engine)
 
 
-def test_a_broken_invariant_is_not_swallowed() -> None:
-    engine, runner = make_engine()
+@STEPS_AHEAD
+def test_a_broken_invariant_is_not_swallowed(steps_ahead: int) -> None:
+    engine, runner = make_engine(steps_ahead=steps_ahead)
     runner.raise_at = {0: InvariantError("a bug of ours")}
     engine.add_request([1], limit(1))
     with pytest.raises(InvariantError, match="a bug of ours"):
         engine.step()
 
 
+@STEPS_AHEAD
 @pytest.mark.parametrize("run", range(6))
-def test_an_interrupted_step_runs_again(run: int) -> None:
+def test_an_interrupted_step_runs_again(run: int, steps_ahead: int) -> None:
     """In the first prompt's first chunk, its last, a decode beside a prompt ..."""
-    engine, runner = make_engine(max_batched_tokens=8)
+    engine, runner = make_engine(steps_ahead=steps_ahead, max_batched_tokens=8)
     runner.raise_at = {run: KeyboardInterrupt()}
     for name, prompt in [("a", [1] * 12), ("b", [2] * 9)]:
         engine.add_request(prompt, limit(5), request_id=name)
@@ -230,10 +250,11 @@ def test_an_interrupted_step_runs_again(run: int) -> None:
 # Abort
 
 
+@STEPS_AHEAD
 @pytest.mark.parametrize(("steps", "said"), [(0, 0), (1, 0), (3, 1), (6, 4)])
-def test_abort_in_each_state(steps: int, said: int) -> None:
+def test_abort_in_each_state(steps: int, said: int, steps_ahead: int) -> None:
     """Waiting, in the middle of the prompt, at its end, decoding; beside one that must not notice."""
-    engine, _ = make_engine(max_batched_tokens=8)
+    engine, _ = make_engine(steps_ahead=steps_ahead, max_batched_tokens=8)
     engine.add_request([7] * 20, limit(12), request_id="victim")
     engine.add_request([8, 9], limit(12), request_id="other")
     for _ in range(steps):
@@ -260,8 +281,9 @@ def test_abort_after_the_end_and_of_nobody() -> None:
     assert engine.abort("nobody") is None
 
 
-def test_a_freed_place_goes_to_the_next_at_once() -> None:
-    engine, runner = make_engine(max_num_seqs=1)
+@STEPS_AHEAD
+def test_a_freed_place_goes_to_the_next_at_once(steps_ahead: int) -> None:
+    engine, runner = make_engine(steps_ahead=steps_ahead, max_num_seqs=1)
     engine.add_request([1], limit(100), request_id="long")
     engine.add_request([2], limit(3), request_id="next")
     engine.step()
@@ -273,9 +295,10 @@ def test_a_freed_place_goes_to_the_next_at_once() -> None:
 # Ids and refusals
 
 
+@STEPS_AHEAD
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_live_id_is_refused(steps: int) -> None:
-    engine, _ = make_engine(max_batched_tokens=8)
+def test_a_live_id_is_refused(steps: int, steps_ahead: int) -> None:
+    engine, _ = make_engine(steps_ahead=steps_ahead, max_batched_tokens=8)
     engine.add_request([1] * 12, limit(9), request_id="name")
     for _ in range(steps):
         engine.step()
@@ -304,9 +327,10 @@ REFUSED: list[tuple[object, str]] = [
 ]
 
 
+@STEPS_AHEAD
 @pytest.mark.parametrize(("prompt", "words"), REFUSED)
-def test_a_refusal_touches_nothing(prompt: object, words: str) -> None:
-    engine, _ = make_engine(num_pages=4, context=64)
+def test_a_refusal_touches_nothing(prompt: object, words: str, steps_ahead: int) -> None:
+    engine, _ = make_engine(steps_ahead=steps_ahead, num_pages=4, context=64)
     engine.add_request([1, 2], limit(8), request_id="well")
     engine.step()
     with pytest.raises(RequestError, match=words) as refusal:
@@ -316,9 +340,10 @@ def test_a_refusal_touches_nothing(prompt: object, words: str) -> None:
     assert_whole(engine)
 
 
-def test_too_large_for_the_pool_names_the_remedy() -> None:
+@STEPS_AHEAD
+def test_too_large_for_the_pool_names_the_remedy(steps_ahead: int) -> None:
     """16 + 17 tokens are 2 pages a layer, 17 + 17 are 3; a page of this model is 4 KiB."""
-    engine, _ = make_engine(num_pages=4)
+    engine, _ = make_engine(steps_ahead=steps_ahead, num_pages=4)
     assert engine.generate([1] * 16, limit(17)).token_ids == answer([1] * 16, 17)
     with pytest.raises(RequestError, match=r"6 KV pages.*4 in all.*--kv-cache-mib 1$"):
         engine.generate([1] * 17, limit(17))
@@ -339,8 +364,9 @@ def test_generate_answers_a_list_around_its_refused_prompts() -> None:
     assert_whole(engine)
 
 
-def test_params_for_each_prompt() -> None:
-    engine, _ = make_engine()
+@STEPS_AHEAD
+def test_params_for_each_prompt(steps_ahead: int) -> None:
+    engine, _ = make_engine(steps_ahead=steps_ahead)
     outputs = engine.generate(PROMPTS[:3], [limit(2), limit(5), limit(1)])
     assert [len(out.token_ids) for out in outputs] == [2, 5, 1]
     with pytest.raises(RequestError, match="3 prompts but 2"):
@@ -349,8 +375,9 @@ def test_params_for_each_prompt() -> None:
     assert_whole(engine)
 
 
-def test_generate_interrupted_leaves_nothing() -> None:
-    engine, runner = make_engine(max_num_seqs=2)
+@STEPS_AHEAD
+def test_generate_interrupted_leaves_nothing(steps_ahead: int) -> None:
+    engine, runner = make_engine(steps_ahead=steps_ahead, max_num_seqs=2)
     runner.raise_at = {3: KeyboardInterrupt()}
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, limit(20))
@@ -361,8 +388,9 @@ def test_generate_interrupted_leaves_nothing() -> None:
 # Streams
 
 
-def test_stream_gives_token_by_token() -> None:
-    engine, _ = make_engine()
+@STEPS_AHEAD
+def test_stream_gives_token_by_token(steps_ahead: int) -> None:
+    engine, _ = make_engine(steps_ahead=steps_ahead)
     outputs = list(engine.stream("grüß dich", limit(20)))
     expected = answer(list("grüß dich".encode()), 20)
     assert [out.token_id for out in outputs] == expected
@@ -378,9 +406,10 @@ def test_stream_refuses_at_the_call() -> None:
         engine.stream("")
 
 
+@STEPS_AHEAD
 @pytest.mark.parametrize("taken", [1, 5])
-def test_a_stream_closed_early_aborts(taken: int) -> None:
-    engine, _ = make_engine()
+def test_a_stream_closed_early_aborts(taken: int, steps_ahead: int) -> None:
+    engine, _ = make_engine(steps_ahead=steps_ahead)
     stream = engine.stream([1, 2], limit(50))
     for _ in range(taken):
         next(stream)
@@ -389,8 +418,9 @@ def test_a_stream_closed_early_aborts(taken: int) -> None:
     assert_whole(engine)
 
 
-def test_others_go_on_beside_a_stream() -> None:
-    engine, _ = make_engine()
+@STEPS_AHEAD
+def test_others_go_on_beside_a_stream(steps_ahead: int) -> None:
+    engine, _ = make_engine(steps_ahead=steps_ahead)
     other = engine.add_request([5], limit(4))
     streamed = [out.token_id for out in engine.stream([1, 2], limit(9))]
     assert streamed == answer([1, 2], 9)
@@ -399,16 +429,18 @@ def test_others_go_on_beside_a_stream() -> None:
     assert_whole(engine)
 
 
-def test_two_streams_take_turns() -> None:
-    engine, _ = make_engine()
+@STEPS_AHEAD
+def test_two_streams_take_turns(steps_ahead: int) -> None:
+    engine, _ = make_engine(steps_ahead=steps_ahead)
     pairs = list(zip(engine.stream([1], limit(6)), engine.stream([2], limit(6)), strict=True))
     assert [a.token_id for a, _ in pairs] == answer([1], 6)
     assert [b.token_id for _, b in pairs] == answer([2], 6)
     assert_whole(engine)
 
 
-def test_generate_beside_a_stream() -> None:
-    engine, _ = make_engine()
+@STEPS_AHEAD
+def test_generate_beside_a_stream(steps_ahead: int) -> None:
+    engine, _ = make_engine(steps_ahead=steps_ahead)
     stream = engine.stream([1], limit(6))
     tokens = [next(stream).token_id]
     assert engine.generate([2], limit(9)).token_ids == answer([2], 9)
@@ -417,8 +449,9 @@ def test_generate_beside_a_stream() -> None:
     assert_whole(engine)
 
 
-def test_a_stream_ends_when_its_request_is_aborted() -> None:
-    engine, _ = make_engine()
+@STEPS_AHEAD
+def test_a_stream_ends_when_its_request_is_aborted(steps_ahead: int) -> None:
+    engine, _ = make_engine(steps_ahead=steps_ahead)
     stream = engine.stream([1], limit(6))
     request_id = next(stream).request_id
     engine.abort(request_id)
@@ -432,8 +465,9 @@ def test_a_stream_never_started_aborts_too() -> None:
     assert_whole(engine)
 
 
-def test_an_interrupted_step_keeps_what_was_held_for_others() -> None:
-    engine, runner = make_engine()
+@STEPS_AHEAD
+def test_an_interrupted_step_keeps_what_was_held_for_others(steps_ahead: int) -> None:
+    engine, runner = make_engine(steps_ahead=steps_ahead)
     other = engine.add_request([5], limit(3))
     list(engine.stream([1, 2], limit(4)))
     late = engine.add_request([6], limit(3))
@@ -443,9 +477,10 @@ def test_an_interrupted_step_keeps_what_was_held_for_others() -> None:
     assert set(drain(engine)) == {other, late}
 
 
-def test_a_stream_dropped_in_the_middle_of_a_step() -> None:
+@STEPS_AHEAD
+def test_a_stream_dropped_in_the_middle_of_a_step(steps_ahead: int) -> None:
     """As the garbage collector may do it; here the clock does, which the scheduler reads while it admits."""
-    engine, _ = make_engine()
+    engine, _ = make_engine(steps_ahead=steps_ahead)
     streams = [engine.stream([1], limit(6))]
     other = engine.add_request([2], limit(6))
 
@@ -462,7 +497,10 @@ def test_a_stream_dropped_in_the_middle_of_a_step() -> None:
 
 
 def soak(engine: Engine, rng: random.Random, num_requests: int) -> int:
-    """Random requests, a few at each step, a tenth of them aborted at a random moment; counts the rest."""
+    """Random requests, a few at each step, a tenth of them aborted at a random moment; counts the rest.
+
+    Half of them may end before their last token.
+    """
     live: list[str] = []
     expected: dict[str, list[int]] = {}
     completed = 0
@@ -476,8 +514,9 @@ def soak(engine: Engine, rng: random.Random, num_requests: int) -> int:
     for i in range(num_requests):
         prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 48))]
         new = rng.randint(1, 24)
-        request_id = engine.add_request(prompt, limit(new))
-        expected[request_id] = answer(prompt, new)
+        stop_ids = SOME_IDS if rng.random() < 0.5 else ()
+        request_id = engine.add_request(prompt, limit(new, stop_token_ids=stop_ids))
+        expected[request_id] = answer(prompt, new, stop_ids)
         live.append(request_id)
         if rng.random() < 0.1:
             victim = live.pop(rng.randrange(max(0, len(live) - 30), len(live)))
@@ -494,7 +533,7 @@ def soak(engine: Engine, rng: random.Random, num_requests: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("batching", ["continuous", "static"])
 def test_soak(batching: str) -> None:
-    """20,000 requests leave the pool whole and the memory where it was."""
+    """20,000 requests leave the pool whole and the memory where it was, however far steps run ahead."""
     engine, runner = make_engine(
         num_pages=160, max_num_seqs=24, max_batched_tokens=100, batching=batching, eos_token_ids=()
     )
@@ -503,6 +542,7 @@ def test_soak(batching: str) -> None:
     try:
         in_use, completed = [], 0
         for _ in range(10):
+            runner.steps_ahead = rng.randrange(3)
             completed += soak(engine, rng, 2000)
             assert_whole(engine)
             runner.steps.clear()

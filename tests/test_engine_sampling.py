@@ -1,7 +1,8 @@
 """What a request asks for beyond greedy: seeds, n answers, stops, min_tokens, K and V kept for the next turn.
 
 On the fake model, where everything can be judged by whole answers; and on a small Llama in NumPy, where the
-logits of a request are the same bits in any company, so that its tokens must be too.
+logits of a request are the same bits in any company, so that its tokens must be too. How far steps run ahead
+must not show.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fake_model import VOCAB_SIZE, ByteTokenizer, answer, make_engine, sampled_answer
+from fake_model import STEPS_AHEAD, VOCAB_SIZE, ByteTokenizer, answer, make_engine, sampled_answer
 from harness import RecordingBackend, make_tiny_engine
 from samir_vllm import Engine, RequestError, RequestOutput, SamplingParams, StepOutput
 from samir_vllm.answers import Answer, Request
@@ -67,11 +68,18 @@ def expected_fake() -> list[list[int]]:
     return [sampled_answer(ids, replace(p, seed=p.seed or 0)) for ids, p in zip(PROMPTS, MIXED, strict=True)]
 
 
+@STEPS_AHEAD
 @pytest.mark.parametrize("batching", ["continuous", "static"])
 @pytest.mark.parametrize("max_batched_tokens", [5, 512])
-def test_seeded_answers_equal_the_reference_in_any_company(batching: str, max_batched_tokens: int) -> None:
+def test_seeded_answers_equal_the_reference_in_any_company(
+    batching: str, max_batched_tokens: int, steps_ahead: int
+) -> None:
     engine, _ = make_engine(
-        samples=True, batching=batching, max_batched_tokens=max_batched_tokens, max_num_seqs=4
+        steps_ahead=steps_ahead,
+        samples=True,
+        batching=batching,
+        max_batched_tokens=max_batched_tokens,
+        max_num_seqs=4,
     )
     results = engine.generate(PROMPTS, MIXED)
     assert [r.token_ids for r in results] == expected_fake()
@@ -79,9 +87,12 @@ def test_seeded_answers_equal_the_reference_in_any_company(batching: str, max_ba
     assert_whole(engine)
 
 
-def run_tiny(order: Seq[int], *, apart: int = 0, **options: object) -> dict[int, list[int]]:
+def run_tiny(
+    order: Seq[int], *, apart: int = 0, steps_ahead: int = 0, **options: object
+) -> dict[int, list[int]]:
     """Tokens of the requests ``order``, ``apart`` steps between one and the next."""
     engine, results = make_tiny_engine(**options), {}
+    engine._runner.steps_ahead = steps_ahead  # type: ignore[misc]
     for i in order:
         params = replace(MIXED[i], ignore_eos=True)
         engine.add_request(PROMPTS[i], params, request_id=str(i))
@@ -100,6 +111,7 @@ def tiny_alone() -> dict[int, list[int]]:
     return found
 
 
+@pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("batching", ["continuous", "static"])
 @pytest.mark.parametrize(
     ("order", "apart", "max_batched_tokens"),
@@ -111,10 +123,16 @@ def test_the_same_seed_gives_the_same_tokens_in_any_batch(
     order: Seq[int],
     apart: int,
     max_batched_tokens: int,
+    steps_ahead: int,
 ) -> None:
     """Other slots, other neighbours (greedy ones too), other chunks of the prompt, other moments."""
     found = run_tiny(
-        order, apart=apart, batching=batching, max_num_seqs=4, max_batched_tokens=max_batched_tokens
+        order,
+        apart=apart,
+        steps_ahead=steps_ahead,
+        batching=batching,
+        max_num_seqs=4,
+        max_batched_tokens=max_batched_tokens,
     )
     assert found == tiny_alone
 
@@ -178,9 +196,10 @@ def test_greedy_names_a_seed_only_if_given() -> None:
     assert engine.generate([1], SamplingParams(max_tokens=1, seed=7)).seed == 7
 
 
-def test_an_interrupted_step_draws_no_other_tokens() -> None:
-    for run in range(6):
-        engine, runner = make_engine(samples=True, max_batched_tokens=8)
+@STEPS_AHEAD
+def test_an_interrupted_step_draws_no_other_tokens(steps_ahead: int) -> None:
+    for run in range(7):
+        engine, runner = make_engine(steps_ahead=steps_ahead, samples=True, max_batched_tokens=8)
         runner.raise_at = {run: KeyboardInterrupt()}
         ids = [engine.add_request(p, q) for p, q in zip(PROMPTS, MIXED, strict=True)]
         with pytest.raises(KeyboardInterrupt):
@@ -193,9 +212,10 @@ def test_an_interrupted_step_draws_no_other_tokens() -> None:
 # n answers
 
 
-def test_n_answers_differ_and_each_is_that_of_its_index() -> None:
+@STEPS_AHEAD
+def test_n_answers_differ_and_each_is_that_of_its_index(steps_ahead: int) -> None:
     params = SamplingParams(max_tokens=10, temperature=1.0, seed=5, n=4)
-    engine, _ = make_engine(samples=True, max_num_seqs=3)
+    engine, _ = make_engine(steps_ahead=steps_ahead, samples=True, max_num_seqs=3)
     result = engine.generate([1, 2, 3], params)
     assert [c.index for c in result.completions] == [0, 1, 2, 3]
     expected = [sampled_answer([1, 2, 3], params, index=i) for i in range(4)]
@@ -206,9 +226,10 @@ def test_n_answers_differ_and_each_is_that_of_its_index() -> None:
     assert_whole(engine)
 
 
-def test_n_answers_of_a_list_of_prompts() -> None:
+@STEPS_AHEAD
+def test_n_answers_of_a_list_of_prompts(steps_ahead: int) -> None:
     params = [SamplingParams(max_tokens=6, temperature=1.0, seed=i, n=1 + i % 3) for i in range(5)]
-    engine, _ = make_engine(samples=True, num_pages=24, max_num_seqs=4)
+    engine, _ = make_engine(steps_ahead=steps_ahead, samples=True, num_pages=24, max_num_seqs=4)
     prompts = [[i, 7] for i in range(5)]
     for prompt, p, result in zip(prompts, params, engine.generate(prompts, params), strict=True):
         expected = [sampled_answer(prompt, p, index=i) for i in range(p.n)]
@@ -228,10 +249,11 @@ def by_answer(outputs: Seq[StepOutput]) -> dict[int, list[StepOutput]]:
     return found
 
 
-def test_n_answers_stream_each_with_its_index() -> None:
+@STEPS_AHEAD
+def test_n_answers_stream_each_with_its_index(steps_ahead: int) -> None:
     """Their ends come one after another: `completion` with each, `result` with the last alone."""
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=2, n=3, stop_token_ids=every(9))
-    engine, _ = make_engine(samples=True)
+    engine, _ = make_engine(steps_ahead=steps_ahead, samples=True)
     outputs = list(engine.stream([1, 2], params))
     assert [out.result is not None for out in outputs] == [False] * (len(outputs) - 1) + [True]
     result = outputs[-1].result
@@ -246,16 +268,20 @@ def test_n_answers_stream_each_with_its_index() -> None:
     assert_whole(engine)
 
 
-@pytest.mark.parametrize(("steps", "ended"), [(0, 0), (1, 0), (6, 1), (7, 2)])
-def test_abort_ends_all_answers_that_still_run(steps: int, ended: int) -> None:
-    params = SamplingParams(max_tokens=12, temperature=1.0, seed=8, n=3, stop_token_ids=every(5))
-    engine, _ = make_engine(samples=True, max_num_seqs=2)
-    whole = engine.generate([6, 6], params)
+@STEPS_AHEAD
+@pytest.mark.parametrize(("steps", "ended"), [(0, 0), (1, 0), (1, 1), (1, 2)])
+def test_abort_ends_all_answers_that_still_run(steps: int, ended: int, steps_ahead: int) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, n=3, stop_token_ids=every(5))
+    engine, _ = make_engine(steps_ahead=steps_ahead, samples=True, max_num_seqs=2)
+    whole = make_engine(samples=True)[0].generate([6, 6], params)
     request_id = engine.add_request([6, 6], params)
     other = engine.add_request([1], SamplingParams(max_tokens=4))
-    results: dict[str, RequestOutput] = {}
+    outputs: list[StepOutput] = []
     for _ in range(steps):
-        results |= step(engine)
+        outputs += engine.step()
+    while sum(out.request_id == request_id and out.completion is not None for out in outputs) < ended:
+        outputs += engine.step()
+    results = {out.request_id: out.result for out in outputs if out.result is not None}
     result = engine.abort(request_id)
     assert result is not None
     assert [c.finish_reason for c in result.completions].count("abort") == 3 - ended
@@ -272,9 +298,10 @@ def test_abort_ends_all_answers_that_still_run(steps: int, ended: int) -> None:
     assert_whole(engine)
 
 
-def test_one_answers_error_is_not_the_others() -> None:
+@STEPS_AHEAD
+def test_one_answers_error_is_not_the_others(steps_ahead: int) -> None:
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=1, n=3)
-    engine, runner = make_engine(samples=True)
+    engine, runner = make_engine(steps_ahead=steps_ahead, samples=True)
     runner.nan_at = {"r#1": 3}
     engine.add_request([1], params, request_id="r")
     completions = drain(engine)["r"].completions
@@ -286,9 +313,10 @@ def test_one_answers_error_is_not_the_others() -> None:
     assert_whole(engine)
 
 
-def test_a_failing_step_ends_the_answers_in_it() -> None:
+@STEPS_AHEAD
+def test_a_failing_step_ends_the_answers_in_it(steps_ahead: int) -> None:
     params = SamplingParams(max_tokens=4, temperature=1.0, seed=1, n=3)
-    engine, runner = make_engine(samples=True, max_num_seqs=2)
+    engine, runner = make_engine(steps_ahead=steps_ahead, samples=True, max_num_seqs=2)
     runner.raise_at = {1: RuntimeError("out")}
     completions = engine.generate([1], params).completions
     assert [c.finish_reason for c in completions] == ["error", "error", "length"]
@@ -325,8 +353,9 @@ def test_all_answers_are_queued_or_none() -> None:
     assert_whole(engine)
 
 
-def test_a_closed_stream_of_n_answers_leaves_nothing() -> None:
-    engine, _ = make_engine(samples=True)
+@STEPS_AHEAD
+def test_a_closed_stream_of_n_answers_leaves_nothing(steps_ahead: int) -> None:
+    engine, _ = make_engine(steps_ahead=steps_ahead, samples=True)
     stream = engine.stream([1], SamplingParams(max_tokens=9, temperature=1.0, n=3))
     next(stream)
     next(stream)
@@ -335,8 +364,9 @@ def test_a_closed_stream_of_n_answers_leaves_nothing() -> None:
     assert_whole(engine)
 
 
-def test_a_future_comes_with_the_last_answer() -> None:
-    engine, _ = make_engine(samples=True, max_num_seqs=1)
+@STEPS_AHEAD
+def test_a_future_comes_with_the_last_answer(steps_ahead: int) -> None:
+    engine, _ = make_engine(steps_ahead=steps_ahead, samples=True, max_num_seqs=1)
     params = SamplingParams(max_tokens=3, temperature=1.0, seed=3, n=3)
     future = engine.submit([1, 2], params)
     drain(engine)
@@ -349,13 +379,14 @@ def test_a_future_comes_with_the_last_answer() -> None:
     assert_whole(engine)
 
 
-def test_what_has_ended_goes_at_once() -> None:
+@STEPS_AHEAD
+def test_what_has_ended_goes_at_once(steps_ahead: int) -> None:
     """Without the garbage collector, whose pauses would come in the middle of somebody's answer."""
 
     def live() -> int:
         return sum(isinstance(o, Answer | Request | Sequence) for o in gc.get_objects())
 
-    engine, _ = make_engine(samples=True)
+    engine, _ = make_engine(steps_ahead=steps_ahead, samples=True)
     params = SamplingParams(max_tokens=4, temperature=1.0, n=3, stop="zz", logprobs=1, prompt_logprobs=1)
     gc.collect()
     before = live()
@@ -366,6 +397,8 @@ def test_what_has_ended_goes_at_once() -> None:
         engine.step()
         assert live() > before
         engine.abort("aborted")
+        if steps_ahead:  # steps under way know whose they are, until they are read
+            engine.generate([5], SamplingParams(max_tokens=1))
         assert live() == before
     finally:
         gc.enable()
@@ -423,22 +456,22 @@ def stopping_cases(draw: st.DrawFn) -> tuple[list[int], list[str], list[int], in
 
 
 @settings(max_examples=400, deadline=None)
-@given(stopping_cases())
-@example(([256], ["he e"], [], 3, 0))  # inside one token
-@example(([258, 259, 256], ["ü t"], [], 3, 0))  # over tokens that are no characters
-@example(([*b"aab"], ["aab", "ab"], [], 3, 0))  # both complete in one place: the longer counts
-@example(([*b"abT"], ["abS"], [], 3, 0))  # held back in vain
-@example(([*b"ab", 271], ["abS"], [271], 9, 0))  # released by a stop id
-@example(([*b"abS"], ["abS"], [], 3, 0))  # in the token that reaches max_tokens
-@example(([*b"abS"], ["abS"], [], 9, 4))  # too early, and again in time
-@example(([258], ["\ufffd"], [], 1, 0))  # what is left incomplete at the end is text, too
+@given(stopping_cases(), st.integers(0, 2))
+@example(([256], ["he e"], [], 3, 0), 0)  # inside one token
+@example(([258, 259, 256], ["ü t"], [], 3, 0), 0)  # over tokens that are no characters
+@example(([*b"aab"], ["aab", "ab"], [], 3, 0), 0)  # both complete in one place: the longer counts
+@example(([*b"abT"], ["abS"], [], 3, 0), 0)  # held back in vain
+@example(([*b"ab", 271], ["abS"], [271], 9, 0), 1)  # released by a stop id
+@example(([*b"abS"], ["abS"], [], 3, 0), 1)  # in the token that reaches max_tokens
+@example(([*b"abS"], ["abS"], [], 9, 4), 1)  # too early, and again in time
+@example(([258], ["\ufffd"], [], 1, 0), 0)  # what is left incomplete at the end is text, too
 def test_stops_equal_a_reading_of_the_whole_text(
-    case: tuple[list[int], list[str], list[int], int, int],
+    case: tuple[list[int], list[str], list[int], int, int], steps_ahead: int
 ) -> None:
     said, stops, stop_ids, max_tokens, min_tokens = case
     if min_tokens and stop_ids:
         min_tokens = 0  # the fake model would have to say something else: below
-    engine, runner = make_engine(pieces=PIECES)
+    engine, runner = make_engine(pieces=PIECES, steps_ahead=steps_ahead)
     runner.says = said
     params = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, stop=stops, stop_token_ids=stop_ids)
     outputs = list(engine.stream([1], params))
@@ -465,8 +498,9 @@ def test_text_comes_as_early_as_it_can() -> None:
     assert [out.text for out in say("a<b<e><", stop="<end>")] == ["a", "", "<b", "", "", "<e>", "", "<"]
 
 
-def test_any_eos_ends_it_beside_stop_strings_and_stop_ids() -> None:
-    engine, runner = make_engine(eos_token_ids=(200, 201))
+@STEPS_AHEAD
+def test_any_eos_ends_it_beside_stop_strings_and_stop_ids(steps_ahead: int) -> None:
+    engine, runner = make_engine(steps_ahead=steps_ahead, eos_token_ids=(200, 201))
     for eos in (200, 201):
         runner.says = [97, 98, eos]
         out = engine.generate([1], SamplingParams(max_tokens=9, stop="bx", stop_token_ids=[50]))
@@ -475,9 +509,10 @@ def test_any_eos_ends_it_beside_stop_strings_and_stop_ids() -> None:
         assert (out.finish_reason, out.stop_reason) == ("length", None)
 
 
-def test_held_text_is_released_by_every_end() -> None:
+@STEPS_AHEAD
+def test_held_text_is_released_by_every_end(steps_ahead: int) -> None:
     def end_of(name: str) -> StepOutput:
-        engine, runner = make_engine(eos_token_ids=(0,))
+        engine, runner = make_engine(steps_ahead=steps_ahead, eos_token_ids=(0,))
         runner.says = [*b"ab<e", 0]
         if name == "error":
             runner.nan_at = {"request-0": 4}
@@ -503,8 +538,9 @@ def test_held_text_is_released_by_every_end() -> None:
     assert ends["abort"].token_id is None
 
 
-def test_a_stop_string_frees_its_place_at_once() -> None:
-    engine, runner = make_engine(max_num_seqs=1)
+@STEPS_AHEAD
+def test_a_stop_string_frees_its_place_at_once(steps_ahead: int) -> None:
+    engine, runner = make_engine(steps_ahead=steps_ahead, max_num_seqs=1)
     runner.says = [*b"abc"]
     first = engine.add_request([1], SamplingParams(max_tokens=50, stop="bc"))
     second = engine.add_request([2], SamplingParams(max_tokens=2))
@@ -516,10 +552,11 @@ def test_a_stop_string_frees_its_place_at_once() -> None:
     assert first not in engine._requests
 
 
-def test_answers_stop_each_on_its_own() -> None:
+@STEPS_AHEAD
+def test_answers_stop_each_on_its_own(steps_ahead: int) -> None:
     """Matchers share the stop strings and nothing else."""
     params = SamplingParams(max_tokens=60, temperature=1.0, seed=12, n=6)
-    engine, _ = make_engine(samples=True)
+    engine, _ = make_engine(steps_ahead=steps_ahead, samples=True)
     texts = [c.text for c in engine.generate([1], params).completions]
     stops = [texts[0][20:22], texts[3][8:10], texts[5][40:41]]
     for text, c in zip(texts, engine.generate([1], replace(params, stop=stops)).completions, strict=True):
@@ -535,13 +572,14 @@ def test_answers_stop_each_on_its_own() -> None:
 # min_tokens
 
 
+@STEPS_AHEAD
 @pytest.mark.parametrize("min_tokens", [0, 1, 5, 20])
-def test_min_tokens_holds_off_stop_ids(min_tokens: int) -> None:
+def test_min_tokens_holds_off_stop_ids(min_tokens: int, steps_ahead: int) -> None:
     stop_ids = every(5)
     params = SamplingParams(
         max_tokens=30, temperature=1.5, seed=6, min_tokens=min_tokens, stop_token_ids=stop_ids, n=8
     )
-    engine, _ = make_engine(samples=True, num_pages=128)
+    engine, _ = make_engine(steps_ahead=steps_ahead, samples=True, num_pages=128)
     lengths = set()
     for i, c in enumerate(engine.generate([3], params).completions):
         assert c.token_ids == sampled_answer([3], params, index=i)
@@ -622,9 +660,10 @@ def test_turns_of_a_conversation_reuse_their_kv() -> None:
     assert_whole(engine)
 
 
+@STEPS_AHEAD
 @pytest.mark.parametrize("end", ["stop", "length", "abort"])
-def test_kv_is_kept_whatever_ends_the_answer(end: str) -> None:
-    engine, runner = make_engine()
+def test_kv_is_kept_whatever_ends_the_answer(end: str, steps_ahead: int) -> None:
+    engine, runner = make_engine(steps_ahead=steps_ahead)
     prompt = list(range(20))
     stop = {"stop": ByteTokenizer().decode(answer(prompt, 30))[-3:-1]}.get(end, ())
     stream = engine.stream(prompt, SamplingParams(max_tokens=30, stop=stop), retain_kv=True)
@@ -647,8 +686,9 @@ def test_kv_is_kept_whatever_ends_the_answer(end: str) -> None:
     assert_whole(engine)
 
 
-def test_nothing_is_kept_unasked_and_prompt_logprobs_run_every_row() -> None:
-    engine, _ = make_engine()
+@STEPS_AHEAD
+def test_nothing_is_kept_unasked_and_prompt_logprobs_run_every_row(steps_ahead: int) -> None:
+    engine, _ = make_engine(steps_ahead=steps_ahead)
     prompt = list(range(40))
     engine.generate(prompt, SamplingParams(max_tokens=5))
     assert engine.pool.num_used == 0
@@ -696,6 +736,7 @@ def mixed_arrivals(draw: st.DrawFn) -> list[tuple[list[int], SamplingParams, boo
     num_pages=st.integers(8, 40),
     max_num_seqs=st.integers(1, 5),
     max_batched_tokens=st.integers(1, 60),
+    steps_ahead=st.integers(0, 2),
 )
 def test_any_mixture_in_any_order(
     arriving: list[tuple[list[int], SamplingParams, bool, int, bool]],
@@ -703,9 +744,11 @@ def test_any_mixture_in_any_order(
     num_pages: int,
     max_num_seqs: int,
     max_batched_tokens: int,
+    steps_ahead: int,
 ) -> None:
     """Every answer is that of the request alone, whoever left K and V behind."""
     engine, _ = make_engine(
+        steps_ahead=steps_ahead,
         samples=True,
         num_pages=num_pages,
         batching=batching,

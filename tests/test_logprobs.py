@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fake_model import logprobs_of, make_engine, sampled_answer
+from fake_model import STEPS_AHEAD, logprobs_of, make_engine, sampled_answer
 from harness import TINY, RecordingBackend, make_tiny_engine
 from samir_vllm import Engine, RequestOutput, SamplingParams, TokenLogprobs
 from samir_vllm.backends import LOGPROB_ROWS
@@ -114,9 +115,10 @@ def test_a_slot_forgets_who_wanted_them() -> None:
     assert not engine._runner._logprob_seqs  # type: ignore[attr-defined]
 
 
-def test_n_answers_have_their_own() -> None:
+@STEPS_AHEAD
+def test_n_answers_have_their_own(steps_ahead: int) -> None:
     params = SamplingParams(max_tokens=6, temperature=1.0, seed=5, n=3, logprobs=2, prompt_logprobs=1)
-    engine, _ = make_engine(samples=True, max_num_seqs=2)
+    engine, _ = make_engine(steps_ahead=steps_ahead, samples=True, max_num_seqs=2)
     result = engine.generate([1, 2, 3], params)
     for index, c in enumerate(result.completions):
         assert c.token_ids == sampled_answer([1, 2, 3], params, index=index)
@@ -128,9 +130,10 @@ def test_n_answers_have_their_own() -> None:
     assert result.prompt_logprobs == [None, logprobs_of([1], 2, 1), logprobs_of([1, 2], 3, 1)]
 
 
-def test_they_end_with_the_tokens() -> None:
+@STEPS_AHEAD
+def test_they_end_with_the_tokens(steps_ahead: int) -> None:
     """One for each token, what ended it included; none for a NaN."""
-    engine, runner = make_engine(eos_token_ids=(0,))
+    engine, runner = make_engine(steps_ahead=steps_ahead, eos_token_ids=(0,))
     runner.says = [*b"abcd", 0]
     wishes = SamplingParams(max_tokens=9, logprobs=1)
     for params, count in [(wishes, 5), (replace(wishes, stop="bc"), 3), (replace(wishes, max_tokens=2), 2)]:
@@ -165,9 +168,10 @@ def test_a_row_of_nan_has_none_and_spoils_no_other() -> None:
     assert (good.token_ids, good.logprobs) == (healthy.token_ids, healthy.logprobs)
 
 
+@STEPS_AHEAD
 @pytest.mark.parametrize("run", range(5))
-def test_a_step_that_runs_again_counts_once(run: int) -> None:
-    engine, runner = make_engine(max_batched_tokens=8)
+def test_a_step_that_runs_again_counts_once(run: int, steps_ahead: int) -> None:
+    engine, runner = make_engine(steps_ahead=steps_ahead, max_batched_tokens=8)
     params = SamplingParams(max_tokens=4, logprobs=1, prompt_logprobs=1)
     expected = engine.generate(list(range(20)), params)
     runner.raise_at = {len(runner.steps) + run: KeyboardInterrupt()}
@@ -179,9 +183,10 @@ def test_a_step_that_runs_again_counts_once(run: int) -> None:
     assert results[request_id].prompt_logprobs == expected.prompt_logprobs
 
 
-def test_a_step_interrupted_once_it_has_run_counts_once() -> None:
+@STEPS_AHEAD
+def test_a_step_interrupted_once_it_has_run_counts_once(steps_ahead: int) -> None:
     """Between the run and its booking in the scheduler."""
-    engine, _ = make_engine(max_batched_tokens=8)
+    engine, _ = make_engine(steps_ahead=steps_ahead, max_batched_tokens=8)
     params = SamplingParams(max_tokens=4, logprobs=1, prompt_logprobs=1)
     expected = engine.generate(list(range(20)), params)
     commit, calls = engine.scheduler.commit, []
@@ -195,11 +200,10 @@ def test_a_step_interrupted_once_it_has_run_counts_once() -> None:
     engine.scheduler.commit = interrupted  # type: ignore[method-assign]
     engine.add_request(list(range(20)), params)
     results: list[RequestOutput] = []
-    while engine.has_work:
-        try:
+    for _ in range(20):
+        with suppress(KeyboardInterrupt):
             results += [out.result for out in engine.step() if out.result is not None]
-        except KeyboardInterrupt:
-            continue
+    assert not engine.has_work
     assert results[0].token_ids == expected.token_ids
     assert results[0].logprobs == expected.logprobs
     assert results[0].prompt_logprobs == expected.prompt_logprobs
@@ -274,8 +278,9 @@ def test_a_prompt_of_one_token_has_none() -> None:
     assert make_tiny_engine().generate([7], SamplingParams(max_tokens=2)).prompt_logprobs is None
 
 
-def test_an_aborted_prompt_has_what_ran() -> None:
-    engine, _ = make_engine(max_batched_tokens=8)
+@STEPS_AHEAD
+def test_an_aborted_prompt_has_what_ran(steps_ahead: int) -> None:
+    engine, _ = make_engine(steps_ahead=steps_ahead, max_batched_tokens=8)
     request_id = engine.add_request(list(range(20)), SamplingParams(prompt_logprobs=1))
     engine.step()
     result = engine.abort(request_id)

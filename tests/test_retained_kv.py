@@ -1,12 +1,18 @@
-"""K and V that outlive their request, rule by rule; ``test_scheduler`` mixes them all."""
+"""K and V that outlive their request, rule by rule; ``test_scheduler`` mixes them all.
+
+Where steps run ahead, those of a sequence that has ended may still be under way: only what was booked before
+the end is retained, and what they write behind it does no harm.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 
 import pytest
-from written_pages import WrittenPages
+from written_pages import NOBODY, WrittenPages
 
+from fake_model import STEPS_AHEAD
 from samir_vllm.config import NAN_TOKEN
 from samir_vllm.page_pool import PagePool
 from samir_vllm.scheduler import Scheduler
@@ -18,10 +24,12 @@ NUM_LAYERS = 3
 class Desk:
     """A scheduler, pages that remember what was written to them, and an endless supply of words."""
 
-    def __init__(self, pages_per_layer: int = 64, **options: object) -> None:
+    def __init__(self, pages_per_layer: int = 64, *, steps_ahead: int = 0, **options: object) -> None:
         sizes = {"num_layers": NUM_LAYERS, "max_num_seqs": 4, "max_batched_tokens": 1000, **options}
         self.scheduler = Scheduler(PagePool(pages_per_layer * NUM_LAYERS), **sizes)  # type: ignore[arg-type]
         self.pages = WrittenPages(self.scheduler)
+        self.steps_ahead = steps_ahead
+        self._under_way: deque[tuple[ScheduledStep, list[int]]] = deque()  # with the words to come
         self._words = itertools.count(1)
         self._names = (f"request-{i}" for i in itertools.count())
 
@@ -35,20 +43,40 @@ class Desk:
         return seq
 
     def schedule(self) -> ScheduledStep:
-        """A step that runs, and isn't committed."""
+        """A step that runs, and isn't launched as far as the scheduler knows."""
         step = self.scheduler.schedule()
         assert not step.is_empty
-        self.pages.run(step)
-        self.scheduler.pool.check_integrity()
+        self._run(step)
         return step
 
-    def step(self) -> ScheduledStep:
-        step = self.schedule()
-        self.scheduler.launched(step)
-        self.scheduler.commit(step, self.words(len(step.sampled())))
+    def _run(self, step: ScheduledStep) -> list[int]:
+        said = self.words(len(step.sampled()))
+        self.pages.run(step, said)
+        self.scheduler.pool.check_integrity()
+        return said
+
+    def launch(self) -> None:
+        """As many steps as may be under way."""
+        while len(self._under_way) <= self.steps_ahead:
+            step = self.scheduler.schedule()
+            if step.is_empty:
+                break
+            said = self._run(step)
+            self.scheduler.launched(step)
+            self._under_way.append((step, said))
+
+    def commit(self) -> ScheduledStep:
+        """The oldest step under way."""
+        step, said = self._under_way.popleft()
+        self.scheduler.commit(step, said)
         self.scheduler.pool.check_integrity()
         self.pages.check_retained()
         return step
+
+    def step(self) -> ScheduledStep:
+        """The step that is booked."""
+        self.launch()
+        return self.commit()
 
     def finish(self, prompt: list[int], new: int = 1, *, retain: bool = True, reuse: bool = True) -> Sequence:
         """A request from its arrival to its end."""
@@ -67,8 +95,9 @@ def pages_for(num_tokens: int) -> int:
     return -(-num_tokens // 16) * NUM_LAYERS
 
 
-def test_a_dialog_runs_only_what_is_new() -> None:
-    desk = Desk()
+@STEPS_AHEAD
+def test_a_dialog_runs_only_what_is_new(steps_ahead: int) -> None:
+    desk = Desk(steps_ahead=steps_ahead)
     prompt = desk.words(20)
     written = 0
     for turn in range(5):
@@ -83,10 +112,11 @@ def test_a_dialog_runs_only_what_is_new() -> None:
         prompt = seq.token_ids + desk.words(11)
 
 
+@STEPS_AHEAD
 @pytest.mark.parametrize("common", [16, 17, 23, 31, 32, 33, 40])
-def test_divergence_anywhere_in_a_page(common: int) -> None:
+def test_divergence_anywhere_in_a_page(common: int, steps_ahead: int) -> None:
     """What stands in the page behind the common beginning is overwritten; ``WrittenPages`` reads it back."""
-    desk = Desk()
+    desk = Desk(steps_ahead=steps_ahead)
     old = desk.finish(desk.words(24), new=9).token_ids
     seq = desk.finish(old[:common] + desk.words(30), new=4)
     # Of 33 tokens the last has no K and V, so at 33 in common it is 32.
@@ -112,14 +142,14 @@ def test_a_prompt_shorter_than_what_is_retained(length: int) -> None:
     assert step.prefills == [(seq, 1)]
     assert seq.num_cached_tokens == length - 1
     assert desk.scheduler.pool.num_used == pages_for(length)
-    desk.scheduler.launched(step)
-    desk.scheduler.commit(step, desk.words(1))
+    desk.step()
     assert desk.retained == [old[:length]]
 
 
+@STEPS_AHEAD
 @pytest.mark.parametrize("new", [1, 17])
-def test_a_prompt_equal_to_what_is_retained(new: int) -> None:
-    desk = Desk()
+def test_a_prompt_equal_to_what_is_retained(new: int, steps_ahead: int) -> None:
+    desk = Desk(steps_ahead=steps_ahead)
     old = desk.finish(desk.words(30), new=11).token_ids[:40]
     seq = desk.finish(old, new=new)
     assert seq.num_cached_tokens == 39
@@ -138,9 +168,10 @@ def test_a_long_conversation_is_not_given_for_a_short_beginning() -> None:
     assert desk.retained == [long]
 
 
-def test_two_conversations_take_turns() -> None:
+@STEPS_AHEAD
+def test_two_conversations_take_turns(steps_ahead: int) -> None:
     """Each gets its own back, though both begin with the same system prompt."""
-    desk = Desk()
+    desk = Desk(steps_ahead=steps_ahead)
     system = desk.words(18)
     prompts = [system + desk.words(30), system + desk.words(40)]
     written = [0, 0]
@@ -165,8 +196,9 @@ def test_the_longest_beginning_then_the_latest() -> None:
     assert desk.retained == [first, last]
 
 
-def test_pages_that_were_reserved_and_not_written_come_back() -> None:
-    desk = Desk()
+@STEPS_AHEAD
+def test_pages_that_were_reserved_and_not_written_come_back(steps_ahead: int) -> None:
+    desk = Desk(steps_ahead=steps_ahead)
     seq = desk.add(desk.words(20), new=500)
     desk.step()
     assert desk.scheduler.pool.num_used == pages_for(519)
@@ -174,8 +206,9 @@ def test_pages_that_were_reserved_and_not_written_come_back() -> None:
     assert desk.scheduler.pool.num_used == desk.scheduler.num_retained_pages == pages_for(20)
 
 
-def test_what_is_retained_goes_when_pages_are_needed_the_oldest_first() -> None:
-    desk = Desk(pages_per_layer=6)
+@STEPS_AHEAD
+def test_what_is_retained_goes_when_pages_are_needed_the_oldest_first(steps_ahead: int) -> None:
+    desk = Desk(pages_per_layer=6, steps_ahead=steps_ahead)
     olds = [desk.finish(desk.words(32)).token_ids[:32] for _ in range(3)]
     desk.finish(desk.words(16), retain=False)
     assert desk.retained == olds[1:]
@@ -186,8 +219,9 @@ def test_what_is_retained_goes_when_pages_are_needed_the_oldest_first() -> None:
     assert desk.scheduler.pool.num_used == 0
 
 
-def test_what_is_taken_over_is_not_dropped_to_make_room_for_the_rest() -> None:
-    desk = Desk(pages_per_layer=6)
+@STEPS_AHEAD
+def test_what_is_taken_over_is_not_dropped_to_make_room_for_the_rest(steps_ahead: int) -> None:
+    desk = Desk(pages_per_layer=6, steps_ahead=steps_ahead)
     oldest, middle, newest = (desk.finish(desk.words(32)).token_ids[:32] for _ in range(3))
     seq = desk.finish(oldest + desk.words(10), new=20)
     assert seq.num_cached_tokens == 32
@@ -208,8 +242,9 @@ def test_a_pool_too_small_to_retain() -> None:
             assert desk.retained == [prompt]
 
 
-def test_who_waits_loses_nothing() -> None:
-    desk = Desk(pages_per_layer=8)
+@STEPS_AHEAD
+def test_who_waits_loses_nothing(steps_ahead: int) -> None:
+    desk = Desk(pages_per_layer=8, steps_ahead=steps_ahead)
     old = desk.finish(desk.words(32)).token_ids[:32]
     running = desk.add(desk.words(64), new=20, retain=False)
     desk.step()
@@ -230,9 +265,11 @@ def test_who_wants_every_row_takes_nothing_over() -> None:
     assert desk.retained[0] == old
 
 
+@STEPS_AHEAD
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_abort_in_the_middle_of_a_prompt(steps: int) -> None:
-    desk = Desk(max_batched_tokens=17)
+def test_abort_in_the_middle_of_a_prompt(steps: int, steps_ahead: int) -> None:
+    """Or while the last steps of the prompt, or the first of the answer, are under way."""
+    desk = Desk(max_batched_tokens=17, steps_ahead=steps_ahead)
     prompt = desk.words(60)
     seq = desk.add(prompt, new=40)
     for _ in range(steps):
@@ -242,20 +279,65 @@ def test_abort_in_the_middle_of_a_prompt(steps: int) -> None:
     assert desk.finish(prompt).num_cached_tokens == 17 * steps
 
 
-@pytest.mark.parametrize("is_committed", [False, True])
-def test_abort_before_the_results_are_in(is_committed: bool) -> None:
+@STEPS_AHEAD
+@pytest.mark.parametrize("how", ["interrupted", "under way", "committed"])
+def test_abort_before_the_results_are_in(how: str, steps_ahead: int) -> None:
     """Only what an earlier step has written is certain."""
-    desk = Desk(max_batched_tokens=20)
+    desk = Desk(max_batched_tokens=20, steps_ahead=0)
     prompt = desk.words(60)
     seq = desk.add(prompt)
     desk.step()
-    step = desk.schedule()
+    desk.steps_ahead = steps_ahead
+    if how == "interrupted":
+        desk.schedule()
+    else:
+        desk.launch()
     desk.scheduler.abort(seq)
-    if is_committed:
-        desk.scheduler.launched(step)
-        desk.scheduler.commit(step, [])
+    if how == "committed":
+        for _ in range(min(steps_ahead, 1) + 1):  # two are all that was left of the prompt
+            desk.commit()
     assert desk.retained == [prompt[:20]]
     assert desk.finish(prompt).num_cached_tokens == 20
+
+
+@STEPS_AHEAD
+def test_abort_while_decodes_are_under_way(steps_ahead: int) -> None:
+    """What they write behind the booked tokens is the next one's to overwrite, in the same page."""
+    desk = Desk(steps_ahead=steps_ahead)
+    seq = desk.add(desk.words(20), new=40)
+    for _ in range(5):
+        desk.step()
+    desk.launch()
+    assert seq.num_launched_tokens == 20 + 4 + 1 + steps_ahead
+    desk.scheduler.abort(seq)
+    written = seq.token_ids[:-1]
+    assert len(written) == 24
+    assert desk.retained == [written]
+    heir = desk.add([*written, *desk.words(3)], new=20)
+    assert desk.finish(desk.words(60), new=20, retain=False).num_cached_tokens == 0  # into pages it gave back
+    while not heir.is_finished:
+        desk.step()
+    assert heir.num_cached_tokens == 24
+    assert desk.retained == [heir.token_ids[:-1]]
+
+
+@STEPS_AHEAD
+@pytest.mark.parametrize("end", [21, 31, 32, 33])
+def test_a_stop_id_while_decodes_are_under_way(end: int, steps_ahead: int) -> None:
+    """The id itself is never an input, and what was launched after it writes nothing."""
+    desk = Desk(steps_ahead=steps_ahead)
+    seq = desk.add(desk.words(20), new=40)
+    seq.stop_ids = frozenset([end])  # words are numbers, in order
+    while not seq.is_finished:
+        desk.step()
+    assert seq.finish_reason == "stop"
+    assert seq.token_ids[-1] == end
+    assert desk.retained == [seq.token_ids[:-1]]
+    pages = desk.pages.tables[seq][0]
+    behind = desk.pages.places[pages].ravel()[len(seq.token_ids) - 1 :]
+    assert (behind == NOBODY).all()
+    again = desk.finish(seq.token_ids + desk.words(2), new=20)
+    assert again.num_cached_tokens == len(seq.token_ids) - 1
 
 
 def test_an_interrupted_step_after_a_takeover_comes_again() -> None:
@@ -277,7 +359,10 @@ def test_after_an_error_nothing_is_retained(how: str) -> None:
     step = desk.schedule()
     if how == "NaN":
         desk.scheduler.launched(step)
+        under_way = desk.schedule()
+        desk.scheduler.launched(under_way)
         desk.scheduler.commit(step, [NAN_TOKEN])
+        assert desk.scheduler.commit(under_way, desk.words(1)) == []
     else:
         desk.scheduler.abort(seq, "error", "the device is gone")
     assert seq.finish_reason == "error"
@@ -298,8 +383,9 @@ def test_nobody_retains_unasked() -> None:
     assert desk.scheduler.pool.num_used == desk.scheduler.num_retained_pages == 0
 
 
-def test_dropping_what_is_retained() -> None:
-    desk = Desk()
+@STEPS_AHEAD
+def test_dropping_what_is_retained(steps_ahead: int) -> None:
+    desk = Desk(steps_ahead=steps_ahead)
     for _ in range(3):
         desk.finish(desk.words(40))
     running = desk.add(desk.words(40), new=2)
@@ -311,16 +397,18 @@ def test_dropping_what_is_retained() -> None:
     assert desk.retained == [running.token_ids[:41]]
 
 
-def test_what_is_retained_holds_no_slot_and_no_static_group_up() -> None:
-    desk = Desk(max_num_seqs=1, batching="static")
+@STEPS_AHEAD
+def test_what_is_retained_holds_no_slot_and_no_static_group_up(steps_ahead: int) -> None:
+    desk = Desk(max_num_seqs=1, batching="static", steps_ahead=steps_ahead)
     first = desk.finish(desk.words(40))
     assert not desk.scheduler.has_work
     assert desk.scheduler.num_running == 0
     assert desk.finish(first.token_ids).num_cached_tokens == 40
 
 
-def test_a_request_id_may_come_again_while_its_pages_are_retained() -> None:
-    desk = Desk()
+@STEPS_AHEAD
+def test_a_request_id_may_come_again_while_its_pages_are_retained(steps_ahead: int) -> None:
+    desk = Desk(steps_ahead=steps_ahead)
     desk._names = itertools.repeat("chat")
     prompt = desk.words(20)
     for _ in range(3):

@@ -1,8 +1,12 @@
-"""The scheduler against a slow simulator that shares no code with it, and the rules one by one."""
+"""The scheduler against a slow simulator that shares no code with it, and the rules one by one.
+
+Steps may be launched before the results of earlier ones are booked: up to two of them here.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +21,8 @@ from samir_vllm.scheduler import Scheduler
 from samir_vllm.sequence import ScheduledStep, Sequence, SequenceStatus
 
 STOP, NAN, WORD = 7, -1, 1  # token ids
+UNSAID = 999_999
+"""What a step gives for a sequence that has ended before it."""
 
 
 @dataclass
@@ -30,9 +36,11 @@ class Job:
     ending: str  # of "stop", "error", "length"
     retains: bool
     reuses: bool
-    done: int = 0  # prompt tokens computed
+    launched: int = 0  # prompt tokens that were taken over or are in steps launched so far
+    asked: int = 0  # new tokens that steps launched so far make
+    done: int = 0  # prompt tokens computed for certain
     cached: int = 0  # of those, taken over
-    said: int = 0  # new tokens, the NaN included
+    said: int = 0  # new tokens booked, the NaN included
     state: str = "waiting"  # then running, then its finish reason
 
     @property
@@ -51,7 +59,8 @@ class Job:
         return num_layers * len({position // 16 for position in range(self.prompt + self.max_tokens - 1)})
 
     def next_token(self) -> int:
-        return self.answer[self.said]
+        """That of the step to be launched."""
+        return self.answer[self.asked] if self.asked < len(self.answer) else UNSAID
 
 
 @dataclass
@@ -72,7 +81,7 @@ class Simulator:
     max_batched_tokens: int
     batching: str
     jobs: dict[str, Job] = field(default_factory=dict)
-    new: list[str] = field(default_factory=list)  # admitted since the last commit
+    new: list[str] = field(default_factory=list)  # admitted since the last launch
     retained: list[list[int]] = field(default_factory=list)  # token ids; the oldest first
 
     def having(self, state: str) -> list[Job]:
@@ -108,17 +117,18 @@ class Simulator:
         plan = Plan([], [], list(self.new), [])
         tokens_left = self.max_batched_tokens
         for job in self.having("running"):
-            if job.done == job.prompt:
-                plan.decodes.append(job.name)
+            if job.launched == job.prompt:
+                if job.asked < job.max_tokens:
+                    plan.decodes.append(job.name)
                 continue
             chunk = 0
-            while tokens_left > 0 and job.done + chunk < job.prompt:
+            while tokens_left > 0 and job.launched + chunk < job.prompt:
                 chunk += 1
                 tokens_left -= 1
             if chunk:
                 plan.prefills.append((job.name, chunk))
         jobs = self.jobs
-        ends = [name for name, chunk in plan.prefills if jobs[name].done + chunk == jobs[name].prompt]
+        ends = [name for name, chunk in plan.prefills if jobs[name].launched + chunk == jobs[name].prompt]
         plan.sampled = plan.decodes + ends
         return plan
 
@@ -132,15 +142,21 @@ class Simulator:
                 best, most = ids, common
         if best is not None:
             self.retained = [ids for ids in self.retained if ids is not best]
-            job.done = job.cached = most if most < job.prompt else job.prompt - 1
+            job.launched = job.done = job.cached = most if most < job.prompt else job.prompt - 1
 
     def end(self, job: Job, state: str) -> None:
         if job.state == "running" and job.retains and state != "error" and len(job.written) >= 16:
             self.retained.append(job.written)
         job.state = state
 
-    def commit(self, plan: Plan) -> list[str]:
+    def launch(self, plan: Plan) -> None:
         self.new = []
+        for name, chunk in plan.prefills:
+            self.jobs[name].launched += chunk
+        for name in plan.sampled:
+            self.jobs[name].asked += 1
+
+    def commit(self, plan: Plan) -> list[str]:
         for name, chunk in plan.prefills:
             self.jobs[name].done += chunk
         booked = [name for name in plan.sampled if self.jobs[name].state == "running"]
@@ -169,6 +185,7 @@ class Schedule:
     max_num_seqs: int
     max_batched_tokens: int
     batching: str
+    steps_ahead: int
     actions: list[tuple]
 
 
@@ -184,12 +201,16 @@ ADD = st.tuples(
     st.sampled_from([True, True, False]),  # retains
     st.sampled_from([True, True, True, False]),  # reuses
 )
-STEP = st.one_of(st.tuples(st.just("step")), st.tuples(st.just("steps"), st.integers(2, 40)))
+STEP = st.one_of(
+    st.tuples(st.just("step")),
+    st.tuples(st.just("steps"), st.integers(2, 40)),
+    st.tuples(st.just("launch")),
+    st.tuples(st.just("commit")),
+)
 SELDOM = st.one_of(
-    st.tuples(st.just("interrupted step")),
-    st.tuples(
-        st.sampled_from(["step", "interrupted step"]), WHICH
-    ),  # with an abort before its results are in
+    st.tuples(st.just("interrupted launch")),
+    st.tuples(st.just("interrupted launch"), WHICH),  # and somebody is aborted before it comes again
+    st.tuples(st.just("step"), WHICH),  # with an abort before its results are in
     st.tuples(st.just("abort"), WHICH),
     st.tuples(st.just("add again"), WHICH),
     st.tuples(st.just("drop retained")),
@@ -208,6 +229,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         max_num_seqs=draw(st.integers(1, 5)),
         max_batched_tokens=draw(st.one_of(st.integers(1, 20), st.integers(21, 120))),
         batching=draw(st.sampled_from(["continuous", "static"])),
+        steps_ahead=draw(st.integers(0, 2)),
         actions=draw(st.lists(ACTION, min_size=draw(st.integers(0, 30)), max_size=40)),
     )
 
@@ -227,9 +249,11 @@ class Duel:
         self.real = Scheduler(self.pool, **sizes, clock=itertools.count(1).__next__)
         self.sim = Simulator(schedule.num_pages, **sizes)
         self.pages = WrittenPages(self.real)
+        self.steps_ahead = schedule.steps_ahead
+        self.under_way: deque[tuple[ScheduledStep, Plan, list[int]]] = deque()  # with the tokens to come
         self.seqs: dict[str, Sequence] = {}
-        self.num_steps = 0
-        self.admitted_at: dict[str, int] = {}  # name -> number of the step
+        self.moment = 0  # goes on with whatever runs something
+        self.admitted_at: dict[str, int] = {}  # name -> moment
 
     def some(self, index: int) -> str | None:
         names = list(self.seqs)
@@ -289,28 +313,51 @@ class Duel:
     def abort(self, name: str) -> None:
         assert self.real.abort(self.seqs[name]) == self.sim.abort(name)
 
-    def step(self, *, interrupted: bool = False, aborted_meanwhile: str | None = None) -> bool:
-        """One step; tells if there was something in it."""
+    def step(self, victim: str | None = None) -> bool:
+        """As the engine does it: launches what it may, and books the oldest; tells if there was anything."""
+        self.moment += 1
+        while self.launch():
+            pass
+        if victim is not None:
+            self.abort(victim)
+        return self.commit()
+
+    def launch(self, *, interrupted: bool = False, victim: str | None = None) -> bool:
+        """Tells if there was something to launch, and it may be under way beside the others."""
+        if len(self.under_way) > self.steps_ahead:
+            return False
         step, plan = self.real.schedule(), self.sim.plan()
         assert [s.request_id for s in step.decodes] == plan.decodes
         assert [(s.request_id, chunk) for s, chunk in step.prefills] == plan.prefills
         assert [s.request_id for s, _ in step.admitted] == plan.admitted
         assert [s.request_id for s in step.sampled()] == plan.sampled
+        assert step.is_empty == (plan.decodes == plan.prefills == [])
         assert sum(chunk for _, chunk in step.prefills) <= self.real.max_batched_tokens
-        for seq, _ in step.admitted:
-            self.admitted_at.setdefault(seq.request_id, self.num_steps)
-        self.num_steps += 1
-        self.pages.run(step)
-        self.check()
+        for name in plan.admitted:
+            self.admitted_at.setdefault(name, self.moment)
+        if step.is_empty:
+            assert plan.admitted == []
+            return False
         tokens = [self.sim.jobs[name].next_token() for name in plan.sampled]
-        if aborted_meanwhile is not None:
-            self.abort(aborted_meanwhile)
-        if interrupted:
-            return True
-        self.real.launched(step)
+        self.pages.run(step, tokens)
+        self.check()
+        if victim is not None:
+            self.abort(victim)
+        if not interrupted:
+            self.real.launched(step)
+            self.sim.launch(plan)
+            self.under_way.append((step, plan, tokens))
+            self.check()
+        return not interrupted
+
+    def commit(self) -> bool:
+        """Books the oldest step under way; tells if there is one."""
+        if not self.under_way:
+            return False
+        step, plan, tokens = self.under_way.popleft()
         assert [s.request_id for s in self.real.commit(step, tokens)] == self.sim.commit(plan)
         self.check()
-        return not step.is_empty
+        return True
 
     def check(self) -> None:
         self.pool.check_integrity()
@@ -319,7 +366,7 @@ class Duel:
         assert [retained.token_ids.tolist() for retained in self.real._retained] == self.sim.retained
         self.pages.check_retained()
         running = self.sim.having("running")
-        assert {s.request_id for s in self.real.running()} == {job.name for job in running}
+        assert sorted(s.request_id for s in self.real.running()) == sorted(job.name for job in running)
         assert self.real.num_running == len(running)
         assert list(self.real.waiting) == [job.name for job in self.sim.having("waiting")]
         slots = [s.slot for s in self.real.running()]
@@ -332,9 +379,10 @@ class Duel:
         if job.state == "waiting":
             assert seq.status is SequenceStatus.WAITING
         elif job.state == "running":
-            decoding = job.done == job.prompt
+            decoding = job.launched == job.prompt
             assert seq.status is (SequenceStatus.DECODE if decoding else SequenceStatus.PREFILL)
-            assert seq.num_computed_tokens == (len(seq.token_ids) - 1 if decoding else job.done)
+            assert seq.num_computed_tokens == (len(seq.token_ids) - 1 if job.said else job.done)
+            assert seq.num_launched_tokens == job.launched + max(0, job.asked - 1)
         else:
             assert seq.status is SequenceStatus.FINISHED
             assert seq.finish_reason == job.state
@@ -352,6 +400,8 @@ class Duel:
             assert self.step()
         assert not self.real.has_work
         assert self.real.schedule().is_empty
+        while self.commit():  # what is under way for nobody
+            pass
         self.drop_retained()
         assert self.pool.num_free == self.pool.num_pages
         assert sorted(self.real._free_slots) == list(range(self.real.max_num_seqs))
@@ -362,9 +412,13 @@ def fight(schedule: Schedule, *, retention: bool = True) -> Duel:
     for kind, *details in schedule.actions:
         if kind == "add":
             duel.add(*details)
-        elif kind in ("step", "interrupted step"):
-            victim = duel.some(details[0]) if details else None
-            duel.step(interrupted=kind == "interrupted step", aborted_meanwhile=victim)
+        elif kind == "step":
+            duel.step(duel.some(*details) if details else None)
+        elif kind == "interrupted launch":
+            duel.launch(interrupted=True, victim=duel.some(*details) if details else None)
+        elif kind in ("launch", "commit"):
+            duel.moment += 1
+            {"launch": duel.launch, "commit": duel.commit}[kind]()
         elif kind == "steps":
             for _ in range(*details):
                 if not duel.step():
@@ -601,3 +655,133 @@ def test_times_come_in_order() -> None:
     times = (seq.arrival_time, seq.admitted_time, seq.first_token_time, seq.finished_time)
     assert list(times) == sorted(times)
     assert len(set(times)) == len(times)
+
+
+# Steps ahead of the results, one by one
+
+
+def launch(scheduler: Scheduler) -> ScheduledStep:
+    """A step whose results are to come."""
+    scheduled = scheduler.schedule()
+    assert not scheduled.is_empty
+    scheduler.launched(scheduled)
+    scheduler.pool.check_integrity()
+    return scheduled
+
+
+def names_of(sequences: list[Sequence]) -> list[str]:
+    return [seq.request_id for seq in sequences]
+
+
+def test_launches_go_as_far_as_max_tokens_without_a_result() -> None:
+    """Two chunks of prompt, of which the second gives a token, and two decodes; then nothing but results."""
+    scheduler = make(64, max_batched_tokens=8)
+    seq = add(scheduler, "a", 10, 3)
+    steps = [launch(scheduler) for _ in range(4)]
+    assert [[n for _, n in s.prefills] for s in steps] == [[8], [2], [], []]
+    assert [names_of(s.sampled()) for s in steps] == [[], ["a"], ["a"], ["a"]]
+    assert (seq.num_launched_tokens, seq.num_computed_tokens, seq.num_output_tokens) == (12, 0, 0)
+    assert scheduler.schedule().is_empty
+    assert scheduler.has_work
+    for scheduled, computed in zip(steps, [8, 10, 11, 12], strict=True):
+        scheduler.commit(scheduled, [WORD] * len(scheduled.sampled()))
+        assert seq.num_computed_tokens == computed
+    assert seq.finish_reason == "length"
+    assert not scheduler.has_work
+    assert scheduler.pool.num_used == 0
+
+
+def test_who_waits_for_its_last_result_keeps_slot_and_pages() -> None:
+    scheduler = make(2, max_num_seqs=1)
+    add(scheduler, "first", 3, 1)
+    add(scheduler, "second", 3, 1)
+    last = launch(scheduler)
+    assert scheduler.num_running == 1
+    assert names_of(scheduler.running()) == ["first"]
+    assert scheduler.schedule().is_empty
+    assert scheduler.pool.num_used == 1
+    scheduler.commit(last, [WORD])
+    assert names_of([seq for seq, _ in launch(scheduler).admitted]) == ["second"]
+
+
+def test_a_static_group_ends_with_its_last_result() -> None:
+    scheduler = make(64, batching="static")
+    add(scheduler, "a", 3, 1)
+    last = launch(scheduler)
+    add(scheduler, "b", 3, 1)
+    assert scheduler.schedule().is_empty
+    scheduler.commit(last, [WORD])
+    assert names_of([seq for seq, _ in launch(scheduler).admitted]) == ["b"]
+
+
+@pytest.mark.parametrize(("token", "reason"), [(STOP, "stop"), (NAN, "error")])
+def test_what_is_under_way_after_the_end_is_dropped(token: int, reason: str) -> None:
+    scheduler = make(64)
+    seq = Sequence("ends", [WORD] * 3, max_tokens=9, stop_ids=frozenset([STOP]))
+    scheduler.add(seq)
+    other = add(scheduler, "goes on", 3, 9)
+    steps = [launch(scheduler) for _ in range(3)]
+    assert scheduler.commit(steps[0], [token, WORD]) == [seq, other]
+    assert seq.finish_reason == reason
+    said = seq.output_token_ids
+    assert scheduler.commit(steps[1], [UNSAID, WORD]) == [other]
+    assert names_of(launch(scheduler).decodes) == ["goes on"]
+    assert scheduler.commit(steps[2], [UNSAID, WORD]) == [other]
+    assert seq.output_token_ids == said == [token] * (token != NAN)
+    assert other.num_output_tokens == 3
+
+
+@pytest.mark.parametrize("launches", [1, 2, 4])
+def test_abort_with_steps_under_way(launches: int) -> None:
+    """In the middle of the prompt, at its end, decoding; the name and the slot may be taken at once."""
+    scheduler = make(64, max_num_seqs=1, max_batched_tokens=8)
+    victim = add(scheduler, "name", 10, 20)
+    steps = [launch(scheduler) for _ in range(launches)]
+    slot = victim.slot
+    assert scheduler.abort(victim)
+    assert not scheduler.has_work
+    assert scheduler.pool.num_used == 0
+    heir = add(scheduler, "name", 3, 2)
+    steps.append(launch(scheduler))
+    assert heir.slot == slot
+    booked = [scheduler.commit(s, [WORD] * len(s.sampled())) for s in steps]
+    assert booked == [[]] * launches + [[heir]]
+    assert victim.output_token_ids == []
+    assert victim.num_computed_tokens == 0
+
+
+def test_an_interrupted_step_comes_again_above_others() -> None:
+    """What was committed in between counts: who ended by it is no longer there."""
+    scheduler = make(64)
+    ends = Sequence("ends", [WORD] * 3, max_tokens=9, stop_ids=frozenset([STOP]))
+    scheduler.add(ends)
+    add(scheduler, "goes on", 3, 9)
+    first = launch(scheduler)
+    add(scheduler, "late", 2, 9)
+    lost, again = scheduler.schedule(), scheduler.schedule()
+    assert names_of(lost.decodes) == names_of(again.decodes) == ["ends", "goes on"]
+    assert again.prefills == lost.prefills
+    assert (again.admitted[0][1] == lost.admitted[0][1]).all()
+    scheduler.commit(first, [STOP, WORD])
+    at_last = launch(scheduler)
+    assert names_of(at_last.decodes) == ["goes on"]
+    assert names_of(at_last.sampled()) == ["goes on", "late"]
+    assert [seq.request_id for seq, _ in at_last.admitted] == ["late"]
+
+
+def test_the_same_decodes_are_the_same_list() -> None:
+    """A device that keeps their rows need not be told again; a list that it was given never changes."""
+    scheduler = make(64)
+    a, b = add(scheduler, "a", 3, 9), add(scheduler, "b", 3, 4)
+    steps = [launch(scheduler) for _ in range(4)]
+    decodes = steps[1].decodes
+    assert steps[2].decodes is steps[3].decodes is decodes
+    assert decodes == [a, b]
+    assert names_of(launch(scheduler).decodes) == ["a"]
+    scheduler.commit(steps[0], [WORD, WORD])
+    same = launch(scheduler).decodes
+    add(scheduler, "c", 3, 4)
+    assert launch(scheduler).decodes is same
+    assert names_of(launch(scheduler).decodes) == ["a", "c"]
+    assert decodes == [a, b]
+    assert same == [a]

@@ -8,16 +8,16 @@ from concurrent.futures import CancelledError, Future
 
 import pytest
 
-from fake_model import FakeRunner, answer, make_engine
+from fake_model import STEPS_AHEAD, FakeRunner, answer, make_engine
 from samir_vllm import Engine, RequestError, SamplingParams
 
 TIMEOUT = 30
 
 
-@pytest.fixture
-def served() -> Iterator[tuple[Engine, FakeRunner]]:
-    """An engine whose own thread runs it until the test ends."""
-    engine, runner = make_engine(max_num_seqs=4)
+@pytest.fixture(params=[0, 1, 2], ids="{} ahead".format)
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, FakeRunner]]:
+    """An engine whose own thread runs it until the test ends, for each number of steps ahead."""
+    engine, runner = make_engine(max_num_seqs=4, steps_ahead=request.param)
     stop = threading.Event()
 
     def serve() -> None:
@@ -62,8 +62,9 @@ def test_a_refused_request_is_the_futures_exception(served: tuple[Engine, FakeRu
     assert good.result(TIMEOUT).token_ids == answer([1, 2], 5)
 
 
-def test_cancelling_aborts() -> None:
-    engine, runner = make_engine(max_num_seqs=1)
+@STEPS_AHEAD
+def test_cancelling_aborts(steps_ahead: int) -> None:
+    engine, runner = make_engine(steps_ahead=steps_ahead, max_num_seqs=1)
     running = engine.submit([1], SamplingParams(max_tokens=200))
     waiting = engine.submit([2], SamplingParams(max_tokens=5))
     never_taken = engine.submit([3], SamplingParams(max_tokens=5))
@@ -83,8 +84,9 @@ def test_cancelling_aborts() -> None:
     assert engine.pool.num_used == 0
 
 
-def test_a_result_can_no_longer_be_cancelled() -> None:
-    engine, _ = make_engine()
+@STEPS_AHEAD
+def test_a_result_can_no_longer_be_cancelled(steps_ahead: int) -> None:
+    engine, _ = make_engine(steps_ahead=steps_ahead)
     future = engine.submit([1], SamplingParams(max_tokens=2))
     while engine.has_work:
         engine.step()
@@ -92,8 +94,9 @@ def test_a_result_can_no_longer_be_cancelled() -> None:
     assert future.result(0).token_ids == answer([1], 2)
 
 
-def test_wait_for_work_times_out_and_wakes() -> None:
-    engine, _ = make_engine()
+@STEPS_AHEAD
+def test_wait_for_work_times_out_and_wakes(steps_ahead: int) -> None:
+    engine, _ = make_engine(steps_ahead=steps_ahead)
     assert not engine.wait_for_work(0.01)
     threading.Timer(0.05, lambda: engine.submit([1], SamplingParams(max_tokens=1))).start()
     assert engine.wait_for_work(TIMEOUT)

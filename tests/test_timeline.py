@@ -11,16 +11,20 @@ from typing import Any
 
 import pytest
 
-from fake_model import make_engine
+from fake_model import STEPS_AHEAD, make_engine
 from samir_vllm import OptionError, SamplingParams
 from samir_vllm.extras.timeline import Timeline, load_pyplot
 
 
-@pytest.fixture
-def timeline() -> Timeline:
-    """Three requests, the second aborted while it decodes, the third while it waits."""
+@pytest.fixture(params=[0, 1, 2], ids="{} ahead".format)
+def timeline(request: pytest.FixtureRequest) -> Timeline:
+    """Three requests, the second aborted while it decodes, the third while it waits.
+
+    Steps of the second may be under way then, and are in the timeline as any other.
+    """
     timeline = Timeline()
-    engine, _ = make_engine(num_pages=16, num_layers=2, max_num_seqs=2, max_batched_tokens=8)
+    sizes = {"num_pages": 16, "num_layers": 2, "max_num_seqs": 2, "max_batched_tokens": 8}
+    engine, _ = make_engine(steps_ahead=request.param, **sizes)
     engine.on_step = timeline.add
     for name, prompt_tokens in (("a", 20), ("b", 3), ("c", 5)):
         engine.add_request(list(range(prompt_tokens)), SamplingParams(max_tokens=6), request_id=name)
@@ -66,7 +70,93 @@ def test_counters_and_times(timeline: Timeline, tmp_path: Path) -> None:
     assert steps[0]["args"]["tokens"] == 8
 
 
+@STEPS_AHEAD
+@pytest.mark.parametrize("failing", [0, 1, 2, 4])
+@pytest.mark.parametrize("when", ["launch", "result", "interrupted launch", "interrupted wait"])
+def test_trace_of_a_run_with_a_failing_step(
+    tmp_path: Path, failing: int, when: str, steps_ahead: int
+) -> None:
+    """Every step that gave somebody something, once and in the order of the launches."""
+    timeline = Timeline()
+    engine, runner = make_engine(steps_ahead=steps_ahead, max_num_seqs=2, max_batched_tokens=8)
+    engine.on_step = timeline.add
+    raises = runner.raise_at if when.endswith("launch") else runner.raise_late
+    raises[failing] = KeyboardInterrupt() if when.startswith("interrupted") else RuntimeError("broken")
+    for name, prompt_tokens in (("a", 3), ("b", 20), ("c", 5)):
+        engine.add_request(list(range(prompt_tokens)), SamplingParams(max_tokens=6), request_id=name)
+    while engine.has_work:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            continue
+    assert [name for rec in timeline.records for name in rec.admitted] == ["a", "b", "c"]
+    assert sorted(name for rec in timeline.records for name, _ in rec.finished) == ["a", "b", "c"]
+    for earlier, later in pairwise(timeline.records):
+        assert earlier.started <= earlier.ended <= later.started <= later.ended
+    found = events(timeline, tmp_path / "run.json")
+    rows = {e["args"]["name"]: e["tid"] for e in found if e["ph"] == "M"}
+    ends = {e["tid"]: e["args"]["reason"] for e in found if e["name"] == "finished"}
+    assert list(ends.values()).count("error") == (0 if when.startswith("interrupted") else 2)
+    for name, prompt_tokens in (("a", 3), ("b", 20), ("c", 5)):
+        if ends[rows[name]] == "length":
+            mine = [e for e in found if e["tid"] == rows[name]]
+            assert [e["name"] for e in mine].count("decode") == 5
+            assert sum(e["args"]["tokens"] for e in mine if e["name"] == "prefill") == prompt_tokens
+
+
+@STEPS_AHEAD
+def test_trace_of_who_was_admitted_in_a_step_that_came_to_nothing(tmp_path: Path, steps_ahead: int) -> None:
+    """It has no tokens for the one it admits, for the other took all; and that is aborted meanwhile."""
+    timeline = Timeline()
+    engine, _ = make_engine(steps_ahead=steps_ahead, max_batched_tokens=8)
+    engine.on_step = timeline.add
+    engine.add_request([1] * 80, SamplingParams(max_tokens=6), request_id="takes all")
+    engine.step()
+    engine.add_request([2], SamplingParams(max_tokens=6), request_id="waits")
+    for _ in range(steps_ahead):
+        engine.step()  # the last one launches a step that admits it
+    engine.abort("takes all")
+    while engine.has_work:
+        engine.step()
+    assert [name for rec in timeline.records for name in rec.admitted] == ["takes all", "waits"]
+    found = events(timeline, tmp_path / "run.json")
+    assert [e["name"] for e in found].count("decode") == 5
+
+
+def test_trace_of_who_ended_before_it_was_heard_of(tmp_path: Path) -> None:
+    """Under way when "c" is aborted: the step that admits it, and one that has it beside a living one."""
+    timeline = Timeline()
+    engine, runner = make_engine(steps_ahead=1, max_num_seqs=2, max_batched_tokens=1)
+    engine.on_step = timeline.add
+    engine.add_request([1], SamplingParams(max_tokens=3), request_id="a")
+    for name, new in (("b", 1), ("c", 2), ("d", 1)):
+        engine.add_request([1], SamplingParams(max_tokens=new), request_id=name)
+        engine.step()
+    assert runner.steps[-2:] == [([], [("c", 1)]), (["c"], [("d", 1)])]
+    engine.abort("c")
+    while engine.has_work:
+        engine.step()
+    found = events(timeline, tmp_path / "run.json")
+    assert {e["args"]["name"] for e in found if e["ph"] == "M"} == {"steps", "a", "b", "d"}
+
+
+def test_trace_of_who_was_admitted_in_a_step_that_failed(tmp_path: Path) -> None:
+    """The first prompt takes all of it: the second one has a row from the next step on, and one alone."""
+    timeline = Timeline()
+    engine, runner = make_engine(max_batched_tokens=8)
+    engine.on_step = timeline.add
+    runner.raise_at = {0: RuntimeError("broken")}
+    engine.add_request([1] * 8, SamplingParams(max_tokens=6), request_id="fails")
+    engine.add_request([2], SamplingParams(max_tokens=6), request_id="goes on")
+    while engine.has_work:
+        engine.step()
+    assert [rec.admitted for rec in timeline.records[:2]] == [["fails"], ["goes on"]]
+    found = events(timeline, tmp_path / "run.json")
+    assert [e["args"]["name"] for e in found if e["ph"] == "M"] == ["steps", "fails", "goes on"]
+
+
 @pytest.mark.parametrize("name", ["run.png", "run.svg"])
+@pytest.mark.parametrize("timeline", [1], indirect=True)
 def test_picture(timeline: Timeline, tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / name

@@ -49,7 +49,7 @@ class Peer:
     def __init__(self, config: dict[str, Any], device: str, say: Call) -> None:
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
+        self.device = torch.device("cuda:0" if device == "cuda" else device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.compiled = self.device.type in COMPILED_DEVICES
