@@ -25,7 +25,7 @@ BATCH, CONTEXT = 3, 20
 CONFIG = ModelConfig.from_dir(TINY)
 
 
-@pytest.fixture(scope="module", params=[2048, 128])
+@pytest.fixture(scope="module", params=[pytest.param(2048, marks=pytest.mark.slow), 128])
 def segment_k(request: pytest.FixtureRequest) -> int:
     """The contract's longest stretch of K, and one so short that every product takes two or more."""
     length: int = request.param
@@ -109,7 +109,7 @@ def test_counts(runner: ModelRunner, segment_k: int) -> None:
     assert attention[0] >= pairs * 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 2
 
 
-@pytest.mark.parametrize("segment_k", [2048], indirect=True)
+@pytest.mark.parametrize("segment_k", [128], indirect=True)
 def test_choices_of_tokens(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """``tools/time_sampling.py``: every case runs, and is recorded on rows that want what it says."""
     measure = pytest.importorskip("samir_vllm.backends.cuda_measure", reason="CuPy is not installed")

@@ -157,6 +157,7 @@ def test_steps_from_graphs(tiny: Model) -> None:
         np.testing.assert_array_equal(np.stack(rows[name]).view(np.uint32), prefill.view(np.uint32))
 
 
+@pytest.mark.slow
 def test_greedy_steps_from_a_graph(tiny: Model) -> None:
     """The golden model is sure enough of these tokens for two BF16 implementations to agree."""
     decoders = [

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from emulated import EmulatorError
 
-pytestmark = [pytest.mark.emulated, emulated.needs_compiler]
+# Slow: each test builds a program of its own.
+pytestmark = [pytest.mark.emulated, emulated.needs_compiler, pytest.mark.slow]
 
 
 PTX = emulated.header("ptx.cuh")
