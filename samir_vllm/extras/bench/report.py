@@ -290,7 +290,7 @@ def draw_bars(path: Path, title: str, names: Sequence[str], bars: list[tuple[str
         axes.bar_label(drawn, fmt=" %.3g", fontsize=8)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set(xscale="log", xlabel="milliseconds", title=title)
+    axes.set(xlabel="milliseconds", title=title)
     axes.grid(axis="x", alpha=0.3)
     axes.margins(x=0.1)
     axes.legend()
