@@ -106,7 +106,8 @@ def _dispatch(args: argparse.Namespace) -> int:
 
 
 def _run_with_timeline(args: argparse.Namespace) -> int:
-    from samir_vllm.extras.timeline import Timeline, load_pyplot
+    from samir_vllm.commandline import load_pyplot
+    from samir_vllm.extras.timeline import Timeline
 
     if args.plot is not None:
         load_pyplot(Path(args.plot))  # a mistake must show before the run, not after it

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+PICTURES = (".png", ".svg")
 
 
 # The engine
@@ -397,3 +399,27 @@ def _aligned(rows: Sequence[Sequence[str]], *, right: Collection[int]) -> str:
 def user_error(exc: SamirVllmError | str) -> None:
     """One line on standard error."""
     print(f"samir_vllm: {exc}", file=sys.stderr, flush=True)
+
+
+def save_figure(plt: Any, figure: Any, path: Path) -> None:
+    """Writes and closes a figure of ``load_pyplot``'s; raises OptionError where that can't be."""
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as exc:
+        raise OptionError(f"can't write the picture {path}: {exc.strerror}") from None
+    finally:
+        plt.close(figure)
+
+
+def load_pyplot(path: Path) -> Any:
+    """``matplotlib.pyplot`` on a backend without a screen, for a picture at ``path``."""
+    if path.suffix.lower() not in PICTURES:
+        raise OptionError(f"{path}: a picture's name must end in {' or '.join(PICTURES)}")
+    try:
+        import matplotlib
+    except ImportError:
+        raise OptionError("drawing needs matplotlib: pip install 'samir-vllm[plot]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt

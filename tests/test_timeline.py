@@ -13,7 +13,8 @@ import pytest
 
 from fake_model import STEPS_AHEAD, make_engine
 from samir_vllm import OptionError, SamplingParams
-from samir_vllm.extras.timeline import Timeline, load_pyplot
+from samir_vllm.commandline import load_pyplot
+from samir_vllm.extras.timeline import Timeline
 
 
 @pytest.fixture(params=[0, 1, 2], ids="{} ahead".format)

@@ -9,10 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from samir_vllm.commandline import load_pyplot, save_figure
 from samir_vllm.errors import OptionError
 from samir_vllm.outputs import StepRecord
-
-PICTURES = (".png", ".svg")
 
 
 class Timeline:
@@ -104,26 +103,7 @@ class Timeline:
         batch.legend(loc="upper right")
         for axes in (pool, batch):
             axes.grid(alpha=0.3)
-        try:
-            figure.savefig(path, dpi=120)
-        except OSError as exc:
-            raise OptionError(f"can't write the picture {path}: {exc.strerror}") from None
-        finally:
-            plt.close(figure)
-
-
-def load_pyplot(path: Path) -> Any:
-    """``matplotlib.pyplot`` on a backend without a screen, for a picture at ``path``."""
-    if path.suffix.lower() not in PICTURES:
-        raise OptionError(f"{path}: a picture's name must end in {' or '.join(PICTURES)}")
-    try:
-        import matplotlib
-    except ImportError:
-        raise OptionError("drawing needs matplotlib: pip install 'samir-vllm[plot]'") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+        save_figure(plt, figure, path)
 
 
 def _row_name(row: int, name: str) -> dict[str, Any]:

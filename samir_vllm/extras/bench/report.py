@@ -21,13 +21,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from samir_vllm.backends.cuda_probe import free_unused_memory
-from samir_vllm.commandline import error_console, print_notice
+from samir_vllm.commandline import error_console, load_pyplot, print_notice, save_figure
 from samir_vllm.config import ModelConfig
-from samir_vllm.errors import OptionError
 from samir_vllm.extras.bench.limits import Limits
 from samir_vllm.extras.bench.peers import PEER_SECONDS, transformers_results
 
-PICTURES = (".png", ".svg")
 PEERS = ("transformers",)
 WIDTH = 140  # of a table that isn't printed on a terminal
 LONGEST = 1 << 24  # a number on the command line that is surely a slip
@@ -295,27 +293,3 @@ def draw_bars(path: Path, title: str, names: Sequence[str], bars: list[tuple[str
     axes.margins(x=0.1)
     axes.legend()
     save_figure(plt, figure, path)
-
-
-def save_figure(plt: Any, figure: Any, path: Path) -> None:
-    """Writes and closes a figure of ``load_pyplot``'s; raises OptionError where that can't be."""
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as exc:
-        raise OptionError(f"can't write the picture {path}: {exc.strerror}") from None
-    finally:
-        plt.close(figure)
-
-
-def load_pyplot(path: Path) -> Any:
-    """``matplotlib.pyplot`` on a backend without a screen, for a picture at ``path``."""
-    if path.suffix.lower() not in PICTURES:
-        raise OptionError(f"{path}: a picture's name must end in {' or '.join(PICTURES)}")
-    try:
-        import matplotlib
-    except ImportError:
-        raise OptionError("drawing needs matplotlib: pip install 'samir-vllm[plot]'") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt

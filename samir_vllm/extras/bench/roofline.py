@@ -14,6 +14,7 @@ from rich import box
 from rich.table import Table
 
 from samir_vllm.backends import select_backend
+from samir_vllm.commandline import load_pyplot, save_figure
 from samir_vllm.config import EngineConfig
 from samir_vllm.extras.bench.limits import Limits, gemm_rates, measure_limits
 from samir_vllm.extras.bench.model import add_model_arguments, model_config
@@ -21,12 +22,10 @@ from samir_vllm.extras.bench.report import (
     add_output_arguments,
     check_output,
     duration,
-    load_pyplot,
     print_notices,
     print_table,
     progress,
     rate,
-    save_figure,
 )
 
 
