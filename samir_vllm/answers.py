@@ -121,6 +121,10 @@ class Answer:
         del self.logprobs[self.seq.num_output_tokens :]  # of a step that was interrupted and ran again
         self.logprobs.append(logprobs)
 
+    def newest_logprobs(self) -> TokenLogprobs | None:
+        """Those of the sequence's newest token, where they are wanted."""
+        return self.logprobs[self.seq.num_output_tokens - 1] if self.params.logprobs is not None else None
+
     def finish(self, num_pages: int) -> tuple[str, Completion]:
         """The last text, and the answer; the sequence has ended.
 
@@ -144,7 +148,7 @@ class Answer:
 
     def _rest(self) -> str:
         """What the end lets go: the last token's text if it has one, and all that was held back."""
-        text = self.push(self.seq.token_ids[-1]) if self.seq.finish_reason == "length" else ""
+        text = self.push(self.seq.token_ids[-1]) if self._ends_in_text() else ""
         rest = self._decoder.flush() if self.stop_string is None else ""
         if self._matcher is not None and self.stop_string is None:
             rest = self._search(self._matcher, rest)
@@ -152,6 +156,11 @@ class Answer:
                 rest += self._matcher.flush()
         self._texts.append(rest)
         return text + rest
+
+    def _ends_in_text(self) -> bool:
+        """Whether the last token is one that nobody has seen, and not one that only ends the answer."""
+        reason, last = self.seq.finish_reason, self.seq.token_ids[-1]
+        return reason == "length" or (reason == "stop" and last not in self.seq.stop_ids)
 
     def _why(self) -> tuple[FinishReason, int | str | None]:
         """Finish reason and stop reason."""
@@ -161,7 +170,7 @@ class Answer:
             return reason, None
         if self.stop_string is not None:  # also where its token reached max_tokens
             return "stop", self.stop_string
-        return reason, self.seq.token_ids[-1] if reason == "stop" else None
+        return reason, self.seq.token_ids[-1] if not self._ends_in_text() else None
 
 
 def _metrics(seq: Sequence, num_pages: int) -> RequestMetrics:

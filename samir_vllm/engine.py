@@ -23,16 +23,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, overload
 
+import numpy as np
+
 from samir_vllm.answers import Answer, Request
 from samir_vllm.chat import ChatFormat
 from samir_vllm.config import EngineConfig, ModelConfig
-from samir_vllm.errors import InvariantError, RequestError
+from samir_vllm.errors import InvariantError, RequestError, one_line
 from samir_vllm.hub import resolve_model
 from samir_vllm.interrupts import uninterrupted
 from samir_vllm.loading import Progress, load_model
 from samir_vllm.outputs import Completion, RequestMetrics, RequestOutput, StepOutput, StepRecord, refused
 from samir_vllm.page_pool import PagePool
-from samir_vllm.sampling import SamplingParams, TokenSampling
+from samir_vllm.sampling import SamplingParams, TokenConstraint, TokenMasks, TokenSampling
 from samir_vllm.scheduler import Scheduler
 from samir_vllm.sequence import FinishReason, ScheduledStep, Sequence, StepResult
 from samir_vllm.stopping import StopStrings
@@ -74,15 +76,28 @@ class Runner(Protocol):
         A step that raises has not been launched, as far as the engine is concerned, and may come again.
         """
 
+    def launch_forward(self, step: ScheduledStep) -> Callable[[TokenMasks | None], Callable[[], StepResult]]:
+        """The same in two parts: up to the logits, and, by calling what is returned, on from there.
+
+        So what the tokens of the step before mean for this one's is found out while this one is under way.
+        The second part comes once all steps before have been read, and before another is launched.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
     """A step under way."""
 
     step: ScheduledStep
-    result: Callable[[], StepResult]
+    result: Callable[[], StepResult] | None  # None: its tokens are still to be chosen
     started: float  # seconds
     has_failed: bool = False  # it isn't under way, and its result raises why
+    go_on: Callable[[TokenMasks | None], Callable[[], StepResult]] | None = None  # chooses its tokens
+
+    @property
+    def bears_another(self) -> bool:
+        """Whether a step may be launched on top of it."""
+        return self.result is not None and not self.has_failed
 
 
 class Engine:
@@ -168,6 +183,7 @@ class Engine:
         self._eos_ids = frozenset(model_config.eos_token_ids)
         self._requests: dict[str, Request] = {}
         self._answers: dict[str, Answer] = {}  # by sequence id
+        self._num_constrained = 0  # answers whose tokens must be allowed
         self._ids = itertools.count()
         self._held: list[StepOutput] = []  # for the next `step`
         self._outboxes: dict[str, list[StepOutput]] = {}  # of requests that `generate` or a stream waits for
@@ -223,6 +239,7 @@ class Engine:
         *,
         request_id: str | None = None,
         retain_kv: bool = False,
+        constraint: Callable[[], TokenConstraint] | None = None,
     ) -> str:
         """Queue a request; ``step`` runs it. Allowed between any two steps.
 
@@ -233,6 +250,7 @@ class Engine:
             retain_kv: take part in the reuse of K and V, as the turns of a conversation do: take over those
                 of an earlier such request whose tokens begin the same, and leave one's own, while nobody
                 needs their pages, to a later one.
+            constraint: makes, for each answer, what says which tokens may come in it (a grammar's masks).
 
         Returns:
             The request's id.
@@ -242,6 +260,8 @@ class Engine:
                 wishes that this model can't fulfil.
         """
         params = params or SamplingParams()
+        if constraint is not None and params.min_tokens:
+            raise RequestError("min_tokens can't be combined with a constraint: it may have to end earlier")
         if request_id is None:
             request_id = next(name for i in self._ids if (name := f"request-{i}") not in self._requests)
         ids = self.encode(prompt)
@@ -251,7 +271,7 @@ class Engine:
                 "one new token included: shorten it"
             )
         self._check_params(params, self.context_len - len(ids))
-        request = self._make_request(request_id, ids, params, retain_kv)
+        request = self._make_request(request_id, ids, params, retain_kv, constraint)
         self._queue(request)
         return request_id
 
@@ -270,7 +290,12 @@ class Engine:
                     raise RequestError(f"{name}: token ids must be 0 to {vocab_size - 1}, not {given}")
 
     def _make_request(
-        self, request_id: str, ids: list[int], params: SamplingParams, retain_kv: bool
+        self,
+        request_id: str,
+        ids: list[int],
+        params: SamplingParams,
+        retain_kv: bool,
+        constraint: Callable[[], TokenConstraint] | None,
     ) -> Request:
         now = time.perf_counter()
         seed = params.seed
@@ -291,6 +316,7 @@ class Engine:
                 max_tokens=min(params.max_tokens, self.context_len - len(ids)),
                 stop_ids=stop_ids,
                 sampling=None if greedy else TokenSampling(params, seed or 0, index, stop_ids),
+                constraint=None if constraint is None else constraint(),
                 retain_kv=retain_kv,
                 # For the prompt's log-probabilities every row must run.
                 reuse_kv=retain_kv and params.prompt_logprobs is None,
@@ -327,6 +353,7 @@ class Engine:
         self._requests[request_id] = request
         for answer in request.answers:
             self._answers[answer.seq.request_id] = answer
+            self._num_constrained += answer.seq.constraint is not None
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now, wherever its answers are, and give back its pages. Allowed between two steps.
@@ -436,13 +463,18 @@ class Engine:
     def _launch(self) -> None:
         """Launch steps until as many are under way as may be, or there is nothing to do."""
         launched = self._launched
-        while len(launched) <= self._runner.steps_ahead and not (launched and launched[-1].has_failed):
+        self._choose()
+        while len(launched) <= self._runner.steps_ahead and all(step.bears_another for step in launched):
             with uninterrupted():
                 step, started = self.scheduler.schedule(), time.perf_counter()
             if step.is_empty:
                 break
+            result = go_on = None
             try:
-                result = self._runner.launch(step)
+                if self._num_constrained and any(seq.constraint is not None for seq in step.sampled()):
+                    go_on = self._runner.launch_forward(step)
+                else:
+                    result = self._runner.launch(step)
             except InvariantError:
                 raise
             except Exception as exc:
@@ -450,8 +482,60 @@ class Engine:
                 launched.append(_Launched(step, _raises(exc), started, has_failed=True))
                 break
             with uninterrupted():
-                launched.append(_Launched(step, result, started))
+                launched.append(_Launched(step, result, started, go_on=go_on))
                 self.scheduler.launched(step)
+            self._choose()
+
+    def _choose(self) -> None:
+        """Let the oldest step under way choose its tokens, if it waits for that: those before are known."""
+        if not self._launched or self._launched[0].result is not None:
+            return
+        launched = self._launched[0]
+        assert launched.go_on is not None
+        try:
+            masks = self._masks(launched.step)
+            chosen = replace(launched, result=launched.go_on(masks))
+        except InvariantError:
+            raise
+        except Exception as exc:
+            chosen = replace(launched, result=_raises(exc), has_failed=True)
+        self._launched[0] = chosen
+
+    def _masks(self, step: ScheduledStep) -> TokenMasks | None:
+        """Of the rows of living sequences that have a constraint; None if there are none."""
+        rows, filled = [], []
+        for row, seq in enumerate(step.sampled()):
+            if seq.constraint is None or seq.is_finished:
+                continue
+            mask = np.empty(-(-self.model_config.vocab_size // 32), np.uint32)
+            try:
+                seq.constraint.fill_mask(mask)
+            except Exception as exc:  # somebody's grammar: the others' tokens don't depend on it
+                self._refuse(seq, f"its constraint failed: {one_line(exc)}")
+                continue
+            rows.append(row)
+            filled.append(mask)
+        return TokenMasks(np.array(rows, np.int32), np.stack(filled)) if rows else None
+
+    def _refuse(self, seq: Sequence, error: str) -> None:
+        """End a sequence whose constraint is of no more use; it is told of with the next outputs."""
+        if self.scheduler.abort(seq, "error", error) and seq not in self._booked:
+            self._booked.append(seq)
+
+    def _advance(self, seq: Sequence) -> None:
+        """Tell the constraint of the newest token, which may complete the answer."""
+        constraint = seq.constraint
+        if constraint is None or seq.finish_reason in ("stop", "error"):
+            return
+        try:
+            is_allowed, is_complete = constraint.accept(seq.token_ids[-1]), constraint.is_complete
+        except Exception as exc:
+            is_allowed, is_complete = False, False
+            log.error("a constraint failed", exc_info=exc)
+        if not is_allowed:
+            self.scheduler.abort(seq, "error", "no token that its constraint allows could be chosen")
+        elif is_complete and not self.scheduler.abort(seq, "stop"):
+            seq.finish_reason = "stop"  # rather than "length", which would say that something is missing
 
     def _read(self) -> None:
         """Take in the results of the oldest step under way."""
@@ -459,6 +543,7 @@ class Engine:
         step = launched.step
         living = None if self.on_step is None else replace(launched, step=_for_the_living(launched))
         try:
+            assert launched.result is not None
             result = launched.result()
         except InvariantError:
             raise
@@ -494,7 +579,11 @@ class Engine:
     def _book(self, step: ScheduledStep, result: StepResult) -> None:
         if result.logprobs is not None or result.prompt_logprobs:
             self._book_logprobs(step, result)
-        self._booked += self.scheduler.commit(step, result.token_ids)
+        booked = self.scheduler.commit(step, result.token_ids)
+        if self._num_constrained:
+            for seq in booked:
+                self._advance(seq)
+        self._booked += booked
 
     def _postprocess(self) -> None:
         """Tell of the sequences that the last step gave something; what they say becomes text."""
@@ -518,7 +607,9 @@ class Engine:
             token = seq.token_ids[-1]
             text = answer.push(token)
             if answer.stop_string is None:
-                return StepOutput(answer.request_id, answer.index, token, text, None, None)
+                return StepOutput(
+                    answer.request_id, answer.index, token, text, None, None, answer.newest_logprobs()
+                )
             self.scheduler.abort(seq, "stop")
         return self._finish(answer, text)
 
@@ -537,7 +628,7 @@ class Engine:
         """The step's sequences end with an error and return their pages; those that wait go on."""
         log.error("a step failed", exc_info=exc)
         for seq in step.sequences():
-            if self.scheduler.abort(seq, "error", f"{type(exc).__name__}: {' '.join(str(exc).split())}"):
+            if self.scheduler.abort(seq, "error", f"{type(exc).__name__}: {one_line(exc)}"):
                 self._deliver(self._finish(self._answers[seq.request_id]))
 
     def _finish(self, answer: Answer, text: str = "") -> StepOutput:
@@ -545,6 +636,7 @@ class Engine:
         seq, request = answer.seq, self._requests[answer.request_id]
         rest, completion = answer.finish(self.scheduler.credit_of(seq))
         del self._answers[seq.request_id]
+        self._num_constrained -= seq.constraint is not None
         result = request.book(completion)
         if self.on_step is not None:
             self._ended.append((seq.request_id, completion.finish_reason))
@@ -554,21 +646,28 @@ class Engine:
             if request.future is not None and request.future.set_running_or_notify_cancel():
                 request.future.set_result(result)
         token = seq.token_ids[-1] if completion.finish_reason in ("stop", "length") else None
-        return StepOutput(request.request_id, answer.index, token, text + rest, completion, result)
+        logprobs = None if token is None else answer.newest_logprobs()
+        return StepOutput(request.request_id, answer.index, token, text + rest, completion, result, logprobs)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, retain_kv: bool = False
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        retain_kv: bool = False,
+        constraint: Callable[[], TokenConstraint] | None = None,
     ) -> TokenStream:
         """Generate for one prompt, an output a token; the last one carries the result.
 
         Other live requests go on beside it; their outputs come with the next ``step``. Closing the stream
         early, or dropping it, aborts the request. Of several answers, each output names its ``index``, and
-        ``completion`` comes with each one's last. ``retain_kv`` as for ``add_request``.
+        ``completion`` comes with each one's last. ``retain_kv`` and ``constraint`` as for ``add_request``.
 
         Raises:
             RequestError: at the call, before anything runs.
         """
-        return TokenStream(self, self.add_request(prompt, params, retain_kv=retain_kv))
+        request_id = self.add_request(prompt, params, retain_kv=retain_kv, constraint=constraint)
+        return TokenStream(self, request_id)
 
     @overload
     def generate(  # type: ignore[overload-overlap]  # a str is a sequence of str

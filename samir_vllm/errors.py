@@ -50,3 +50,11 @@ class InvariantError(AssertionError):
 
     No ``SamirVllmError``, so that nobody takes it for a mistake of the user's: it keeps its traceback.
     """
+
+
+def one_line(message: object, limit: int = 240) -> str:
+    """A foreign message, often of several lines, as one short line (an exception without one: its type)."""
+    line = " ".join(str(message).split())
+    if not line and isinstance(message, BaseException):
+        line = type(message).__name__
+    return line if len(line) <= limit else line[: limit - 3] + "..."

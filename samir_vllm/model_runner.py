@@ -6,15 +6,17 @@ Knows the backend only by its protocol, and nothing of text or of who waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from samir_vllm.backends import LOGPROB_ROWS, Array, Backend
 from samir_vllm.batch import build_batch
 from samir_vllm.config import NAN_TOKEN, ModelConfig
-from samir_vllm.decode_loop import DecodeLoop, StepArrays, run_step
-from samir_vllm.llama import gemm_shapes, load_weights
+from samir_vllm.decode_loop import DecodeLoop, StepArrays, choose, run_forward, run_step
+from samir_vllm.llama import LlamaWeights, gemm_shapes, load_weights
+from samir_vllm.sampling import TokenMasks
 from samir_vllm.sequence import ScheduledStep, Sequence, StepResult, TokenLogprobs
 from samir_vllm.timing import StartupTimes
 
@@ -64,19 +66,45 @@ class ModelRunner:
 
     def launch(self, step: ScheduledStep) -> Callable[[], StepResult]:
         """Start one forward pass; what is returned waits for its results."""
-        if step.is_empty:
-            return lambda: StepResult([])
-        backend, num_rows = self.backend, len(step.sampled())
+        with self.backend.active():
+            return self._read_later(step, self._run(step, run_step))
+
+    def launch_forward(self, step: ScheduledStep) -> Callable[[TokenMasks | None], Callable[[], StepResult]]:
+        """Start one forward pass up to its logits; what is returned goes on from there, as ``launch`` does.
+
+        It must be called before the next step is launched.
+        """
+        backend = self.backend
         with backend.active():
-            for seq, page_ids in step.admitted:
-                self._admit(seq, page_ids)
-            arrays = self._decode_loop.run(step.decodes) if not step.prefills else self._run_mixed(step)
-            read_tokens = backend.read_later(arrays.token_ids[:num_rows])
-            read_logprobs = read_prompts = None
-            if self._logprob_seqs:
-                self._logprob_seqs = {i: s for i, s in self._logprob_seqs.items() if not s.is_finished}
-                read_logprobs = self._logprobs(step, arrays)
-                read_prompts = self._prompt_logprobs(step, arrays)  # last: into the memory of the logits
+            arrays = self._run(step, run_forward)
+
+        def go_on(masks: TokenMasks | None) -> Callable[[], StepResult]:
+            with backend.active():
+                # Masks can't be taken out of the logits again, which log-probabilities are made of.
+                is_wanted = masks is not None and self._logprob_seqs
+                raw = backend.copy_rows(arrays.logits) if is_wanted else arrays.logits
+                return self._read_later(step, replace(choose(backend, arrays, masks), logits=raw))
+
+        return go_on
+
+    def _run(
+        self, step: ScheduledStep, run: Callable[[Backend, LlamaWeights, Any], StepArrays]
+    ) -> StepArrays:
+        """A step of decodes alone as it was recorded; one with prefill in it operation by operation."""
+        for seq, page_ids in step.admitted:
+            self._admit(seq, page_ids)
+        if not step.prefills:
+            return self._decode_loop.run(step.decodes, run)
+        return run(self.backend, self.weights, self.backend.stage(build_batch(step)))
+
+    def _read_later(self, step: ScheduledStep, arrays: StepArrays) -> Callable[[], StepResult]:
+        backend = self.backend
+        read_tokens = backend.read_later(arrays.token_ids[: len(step.sampled())])
+        read_logprobs = read_prompts = None
+        if self._logprob_seqs:
+            self._logprob_seqs = {i: s for i, s in self._logprob_seqs.items() if not s.is_finished}
+            read_logprobs = self._logprobs(step, arrays)
+            read_prompts = self._prompt_logprobs(step, arrays)  # last: into the memory of the logits
 
         def result() -> StepResult:
             with backend.active():
@@ -89,10 +117,6 @@ class ModelRunner:
     def run(self, step: ScheduledStep) -> StepResult:
         """One forward pass, and its results."""
         return self.launch(step)()
-
-    def _run_mixed(self, step: ScheduledStep) -> StepArrays:
-        """A step with prefill in it, launched operation by operation."""
-        return run_step(self.backend, self.weights, self.backend.stage(build_batch(step)))
 
     def _admit(self, seq: Sequence, page_ids: np.ndarray) -> None:
         """Tell the backend of the slot's new sequence; it knows where all have chosen greedily."""
@@ -134,19 +158,20 @@ class ModelRunner:
         """Of the prompt tokens that follow those of each chunk, for the sequences that want them."""
         reads = []
         row = len(step.decodes)
-        for seq, chunk in step.prefills:
+        for (seq, chunk), start in zip(step.prefills, step.prefill_starts, strict=True):
             if _wants_prompt(seq):
-                reads.append((seq, self._chunk_logprobs(arrays.hidden, row, seq, chunk)))
+                places = range(start, start + chunk)
+                reads.append((seq, self._chunk_logprobs(arrays.hidden, row, seq, places)))
             row += chunk
         return lambda: [(seq, read()) for seq, read in reads]
 
     def _chunk_logprobs(
-        self, x: Array, row: int, seq: Sequence, chunk: int
+        self, x: Array, row: int, seq: Sequence, places: range
     ) -> Callable[[], list[TokenLogprobs]]:
-        """Of a chunk whose first token is row ``row`` of ``x``; its last may predict none of the prompt."""
+        """Of the tokens at ``places``, in the rows of ``x`` from ``row`` on; the last may predict none."""
         assert seq.sampling is not None
-        start, count = seq.num_launched_tokens, seq.sampling.params.prompt_logprobs or 0
-        targets = seq.token_ids[start + 1 : min(start + chunk + 1, seq.num_prompt_tokens)]
+        count = seq.sampling.params.prompt_logprobs or 0
+        targets = seq.token_ids[places.start + 1 : min(places.stop + 1, seq.num_prompt_tokens)]
         reads = []
         for i in range(0, len(targets), LOGPROB_ROWS):
             token_ids = targets[i : i + LOGPROB_ROWS]

@@ -101,6 +101,7 @@ class StepOutput:
     text: str  # new text; may be empty while a character is incomplete or a stop string may be coming
     completion: Completion | None  # set when the answer ended
     result: RequestOutput | None  # set when the last of the request's answers ended
+    logprobs: TokenLogprobs | None = None  # of ``token_id``, where they are wanted
 
 
 @dataclass(frozen=True, slots=True)

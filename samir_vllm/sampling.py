@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -167,6 +167,33 @@ class TokenSampling:
     def is_argmax(self) -> bool:
         """The greatest of the raw logits, and nothing else."""
         return self.params.temperature == 0 and not self.params.adjusts_logits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenMasks:
+    """Which tokens may be chosen for some of a step's rows of logits."""
+
+    rows: np.ndarray  # int32 [M], M >= 1
+    allowed: np.ndarray  # uint32 [M, ceil(vocab_size / 32)], see `TokenConstraint.fill_mask`
+
+
+class TokenConstraint(Protocol):
+    """Which tokens may come next in one answer, token after token: a grammar's, or anything else's."""
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        """Say which tokens may come next.
+
+        Args:
+            mask: uint32 [ceil(vocab_size / 32)] to be filled; bit i % 32 of word i // 32 is token i, 1 where
+                it may come. ``vocab_size`` is the model's, which may be padded beyond the tokenizer's.
+        """
+
+    def accept(self, token_id: int) -> bool:
+        """Go on by the token that was chosen; False: it may not come here."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing but the end may follow: the answer ends without a token that says so."""
 
 
 def _check_names(options: Mapping[str, Any], known: Sequence[str]) -> None:

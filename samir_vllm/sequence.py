@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from samir_vllm.config import PAGE_SIZE
-from samir_vllm.sampling import TokenSampling
+from samir_vllm.sampling import TokenConstraint, TokenSampling
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -40,6 +40,7 @@ class Sequence:
     __slots__ = (
         "admitted_time",
         "arrival_time",
+        "constraint",
         "error",
         "finish_reason",
         "finished_time",
@@ -67,6 +68,7 @@ class Sequence:
         max_tokens: int,
         stop_ids: frozenset[int] = frozenset(),
         sampling: TokenSampling | None = None,
+        constraint: TokenConstraint | None = None,
         arrival_time: float = 0.0,
         retain_kv: bool = False,
         reuse_kv: bool = True,
@@ -79,6 +81,7 @@ class Sequence:
             max_tokens: new tokens at most (>= 1), cut to what the context has room for.
             stop_ids: every id that ends the answer (the model's, unless ignored, and the user's).
             sampling: how tokens are chosen; None: the greatest logit.
+            constraint: which tokens may come; None: any.
             arrival_time: seconds.
             retain_kv: keep K and V at the end, for a later sequence that begins with the same tokens.
             reuse_kv: take over retained K and V of a common beginning. False runs every prompt token.
@@ -89,6 +92,7 @@ class Sequence:
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
         self.sampling = sampling
+        self.constraint = constraint
         self.retain_kv = retain_kv
         self.reuse_kv = reuse_kv
         self.num_computed_tokens = 0
@@ -144,10 +148,12 @@ class ScheduledStep:
     decodes: list[Sequence]  # the same list as in the step before where the same sequences decode
     prefills: list[tuple[Sequence, int]]
     admitted: list[tuple[Sequence, np.ndarray]]
+    prefill_starts: list[int] = field(init=False, repr=False)  # place of each chunk's first token
     _ends: list[Sequence] = field(init=False, repr=False)  # those whose prompt is complete in this step
 
     def __post_init__(self) -> None:
         # Now: when the results are read, later steps may have been launched.
+        self.prefill_starts = [s.num_launched_tokens for s, _ in self.prefills]
         self._ends = [s for s, n in self.prefills if s.num_launched_tokens + n == s.num_prompt_tokens]
 
     @property

@@ -18,11 +18,11 @@ import pytest
 
 from samir_vllm.backends import CHOSEN
 from samir_vllm.backends.reference_sampler import Adjustments, sample_row, settings_of
-from samir_vllm.batch import build_batch
+from samir_vllm.batch import Batch, build_batch
 from samir_vllm.config import NAN_TOKEN, PAGE_SIZE, EngineConfig, ModelConfig
 from samir_vllm.engine import Engine
 from samir_vllm.errors import InvariantError
-from samir_vllm.sampling import SamplingParams, TokenSampling
+from samir_vllm.sampling import SamplingParams, TokenMasks, TokenSampling
 from samir_vllm.sequence import ScheduledStep, Sequence, StepResult, TokenLogprobs
 
 VOCAB_SIZE = 272
@@ -54,7 +54,9 @@ def answer(prompt: Seq[int], max_tokens: int, stop_ids: Seq[int] = ()) -> list[i
     return ids[len(prompt) :]
 
 
-def sampled_token(token_ids: list[int], num_prompt_tokens: int, sampling: TokenSampling) -> int:
+def sampled_token(
+    token_ids: list[int], num_prompt_tokens: int, sampling: TokenSampling, mask: np.ndarray | None = None
+) -> int:
     """The token after these, by the reference sampler; what was said before is counted anew each time."""
     logits, settings = next_logits(token_ids), settings_of(sampling)
     adjustments = Adjustments(sampling, token_ids[:num_prompt_tokens])
@@ -63,6 +65,8 @@ def sampled_token(token_ids: list[int], num_prompt_tokens: int, sampling: TokenS
         adjustments.count(token, count)
     if sampling.params.adjusts_logits:
         adjustments.apply(logits, settings, len(outputs))
+    if mask is not None:
+        logits[~mask] = -np.inf
     return sample_row(logits, settings, len(token_ids))
 
 
@@ -106,6 +110,9 @@ class FakeRunner:
         self.nan_at: dict[str, int] = {}
         self.raise_at: dict[int, BaseException] = {}
         self.raise_late: dict[int, BaseException] = {}
+        self.raise_forward: dict[int, BaseException] = {}
+        self._half_launched = False
+        self._masks: dict[int, np.ndarray] = {}  # by row of the step's logits, bool [VOCAB_SIZE]
         self.says: list[int] = []
         self.steps: list[tuple[list[str], list[tuple[str, int]]]] = []
         self._numbers = itertools.count()
@@ -114,12 +121,44 @@ class FakeRunner:
         self._kept: dict[tuple[int, int], int] = {}
 
     def launch(self, step: ScheduledStep) -> Callable[[], StepResult]:
+        self._begin(step)
+        return self._launch(step, build_batch(step))
+
+    def launch_forward(self, step: ScheduledStep) -> Callable[[TokenMasks | None], Callable[[], StepResult]]:
+        """What the step does is done when it goes on; ``raise_forward``: runs -> what it raises before."""
+        self._begin(step)
+        batch = build_batch(step)  # now: it says how far the sequences are
+        if (exc := self.raise_forward.pop(len(self.steps), None)) is not None:
+            raise exc
+
+        def go_on(masks: TokenMasks | None) -> Callable[[], StepResult]:
+            if self._unread:
+                raise InvariantError("tokens are to be chosen although those before are not known")
+            self._half_launched = False
+            self._masks = {}
+            if masks is not None:
+                bits = np.unpackbits(masks.allowed.view(np.uint8), axis=1, bitorder="little") != 0
+                self._masks = dict(zip(masks.rows.tolist(), bits[:, :VOCAB_SIZE], strict=True))
+            try:
+                return self._launch(step, batch)
+            finally:
+                self._masks = {}
+
+        self._half_launched = True
+        return go_on
+
+    def _begin(self, step: ScheduledStep) -> None:
         if step.is_empty:
             raise InvariantError("the engine launches a step with nothing to run")
         if len(self._unread) > self.steps_ahead:
             raise InvariantError("the engine runs further ahead than it may")
+        if self._half_launched:
+            raise InvariantError("a step is launched on top of one whose tokens aren't chosen")
+        self._admit(step)
+
+    def _launch(self, step: ScheduledStep, batch: Batch) -> Callable[[], StepResult]:
         run, number = len(self.steps), next(self._numbers)
-        result = self._run(step)
+        result = self._run(step, batch)
         self._unread.add(number)
 
         def read() -> StepResult:
@@ -134,11 +173,19 @@ class FakeRunner:
 
         return read
 
-    def _run(self, step: ScheduledStep) -> StepResult:
-        live = [*step.decodes, *(seq for seq, _ in step.prefills), *(seq for seq, _ in step.admitted)]
+    def _run(self, step: ScheduledStep, batch: Batch) -> StepResult:
         self.steps.append(
             ([s.request_id for s in step.decodes], [(s.request_id, chunk) for s, chunk in step.prefills])
         )
+        result = self._forward(step, batch)
+        if (exc := self.raise_at.get(len(self.steps) - 1)) is not None:
+            for seq, _ in step.admitted:  # it must be told again
+                self.block_tables.pop(seq.slot, None)
+            raise exc
+        return result
+
+    def _admit(self, step: ScheduledStep) -> None:
+        live = [*step.decodes, *(seq for seq, _ in step.prefills), *(seq for seq, _ in step.admitted)]
         if any(seq.slot < 0 for seq in live):
             raise InvariantError("a sequence without a slot is scheduled")
         for seq, page_ids in step.admitted:
@@ -147,15 +194,8 @@ class FakeRunner:
                 self._kept.pop((seq.slot, parity), None)
             behind = np.arange(seq.num_cached_tokens, page_ids.shape[1] * PAGE_SIZE)
             self.kv[page_ids[:, behind // PAGE_SIZE], behind % PAGE_SIZE] = -1
-        result = self._forward(step)
-        if (exc := self.raise_at.get(len(self.steps) - 1)) is not None:
-            for seq, _ in step.admitted:  # it must be told again
-                del self.block_tables[seq.slot]
-            raise exc
-        return result
 
-    def _forward(self, step: ScheduledStep) -> StepResult:
-        batch = build_batch(step)
+    def _forward(self, step: ScheduledStep, batch: Batch) -> StepResult:
         outputs = dict(zip(batch.logit_rows.tolist(), batch.num_outputs.tolist(), strict=True))
         result = StepResult([])
         logprobs: list[TokenLogprobs | None] = []
@@ -182,7 +222,8 @@ class FakeRunner:
                 raise InvariantError(f"slot {slot} reads K and V that it did not write: {seen.tolist()}")
             ids = seen[0].tolist()
             if stop - 1 in outputs:
-                token, count = self._choose(seq, ids, outputs[stop - 1]), params.logprobs
+                mask = self._masks.get(len(result.token_ids))
+                token, count = self._choose(seq, ids, outputs[stop - 1], mask), params.logprobs
                 self._kept[slot, len(ids) % 2] = CHOSEN if token in seq.stop_ids else token
                 result.token_ids.append(token)
                 logprobs.append(None if count is None or token < 0 else logprobs_of(ids, token, count))
@@ -194,15 +235,17 @@ class FakeRunner:
             result.logprobs = logprobs
         return result
 
-    def _choose(self, seq: Sequence, token_ids: list[int], num_outputs: int) -> int:
+    def _choose(self, seq: Sequence, token_ids: list[int], num_outputs: int, mask: np.ndarray | None) -> int:
         if self.nan_at.get(seq.request_id) == num_outputs:
             return NAN_TOKEN
         if self.samples:
             sampling = seq.sampling or TokenSampling(PLAIN, 0)
-            return sampled_token(token_ids, seq.num_prompt_tokens, sampling)
+            return sampled_token(token_ids, seq.num_prompt_tokens, sampling, mask)
         token = self.says[num_outputs % len(self.says)] if self.says else next_token(token_ids)
         least = 0 if seq.sampling is None else seq.sampling.params.min_tokens
         while num_outputs < least and token in seq.stop_ids:
+            token = (token + 1) % VOCAB_SIZE
+        while mask is not None and mask.any() and not mask[token]:
             token = (token + 1) % VOCAB_SIZE
         return token
 

@@ -21,7 +21,7 @@ from samir_vllm.config import ModelConfig
 from samir_vllm.decode_loop import DecodeLoop, run_step
 from samir_vllm.llama import load_weights
 from samir_vllm.outputs import RequestOutput
-from samir_vllm.sampling import TokenSampling
+from samir_vllm.sampling import TokenMasks, TokenSampling
 from samir_vllm.sequence import ScheduledStep, Sequence
 from samir_vllm.weights import open_weights
 
@@ -311,11 +311,13 @@ class PaddingBackend(NumpyBackend):
         self.ended_rows += sum(ended)
         return inputs
 
-    def choose_tokens(self, logits: np.ndarray, inputs: NumpyInputs) -> np.ndarray:
+    def choose_tokens(
+        self, logits: np.ndarray, inputs: NumpyInputs, masks: TokenMasks | None = None
+    ) -> np.ndarray:
         """Into one place; what the step before has left is spoilt, as soon as this one is launched."""
         for old in self._old:
             old[...] = 7
-        tokens = super().choose_tokens(logits, inputs)
+        tokens = super().choose_tokens(logits, inputs, masks)
         self._old = [tokens, logits]
         return tokens
 

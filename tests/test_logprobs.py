@@ -156,10 +156,10 @@ def test_a_row_of_nan_has_none_and_spoils_no_other() -> None:
     backend = engine._runner.backend  # type: ignore[attr-defined]
     choose = backend.choose_tokens
 
-    def choose_nan(logits: np.ndarray, inputs: Any) -> np.ndarray:
+    def choose_nan(logits: np.ndarray, inputs: Any, masks: Any) -> np.ndarray:
         if len(logits) == 2 and inputs.num_outputs[0] == 2:
             logits[0] = np.nan
-        return choose(logits, inputs)
+        return choose(logits, inputs, masks)
 
     backend.choose_tokens = choose_nan
     params = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2)

@@ -935,6 +935,37 @@ ADJUST = (
     ),
 )
 
+MASK = (
+    mutation("mask_logits.cu", "word of 64 tokens", "mask[id / 32]", "mask[id / 64]"),
+    mutation("mask_logits.cu", "a word one off", "mask[id / 32]", "mask[(id + 1) / 32]"),
+    mutation("mask_logits.cu", "bits from the other end", ">> id % 32 & 1", ">> 31 - id % 32 & 1"),
+    mutation("mask_logits.cu", "bytes from the other end", ">> id % 32 & 1", ">> (id % 32 ^ 24) & 1"),
+    mutation("mask_logits.cu", "allowed and forbidden exchanged", "!(words", "(words"),
+    mutation("mask_logits.cu", "NaN lost", " && old[i] == old[i]"),
+    mutation("mask_logits.cu", "the mask's number taken for the row", "rows[blockIdx.x]", "blockIdx.x"),
+    mutation("mask_logits.cu", "the first mask for all", "(blockIdx.x) * MASK_WORDS", "(0) * MASK_WORDS"),
+    mutation(
+        "mask_logits.cu",
+        "rows as wide as the vocabulary",
+        "(rows[blockIdx.x]) * stride",
+        "(rows[blockIdx.x]) * VOCAB_SIZE",
+    ),
+    mutation("mask_logits.cu", "last word left out", "(VOCAB_SIZE + 31) / 32", "VOCAB_SIZE / 32"),
+    mutation(
+        "mask_logits.cu", "values behind the vocabulary written", "id < VOCAB_SIZE && ", "id < stride && "
+    ),
+    mutation("mask_logits.cu", "words behind the mask read", ", VOCAB_SIZE - 1u)", ", VOCAB_SIZE + 31u)"),
+    mutation("mask_logits.cu", "last token left out", "id < VOCAB_SIZE && ", "id < VOCAB_SIZE - 1 && "),
+    mutation("mask_logits.cu", "parts overlap", "blockIdx.y * EACH * blockDim.x", "blockIdx.y * blockDim.x"),
+    mutation("mask_logits.cu", "fewer tokens of a thread than the host means", "EACH = 4", "EACH = 3"),
+    mutation(
+        "mask_logits.cu",
+        "the lowest number for -inf",
+        "-__uint_as_float(0x7f800000u)",
+        "-__uint_as_float(0x7f7fffffu)",
+    ),
+)
+
 LOG_PROBS = (
     mutation(
         "log_probs.cu",
@@ -1508,7 +1539,7 @@ DECODE_STATE = (
 MUTATIONS: tuple[Mutation, ...] = (
     *(*EMBEDDING, *COMMON, *RMSNORM, *LINEAR, *ROPE),
     *(*DECODE, *PREFILL, *ATTENTION, *SILU, *PTX),
-    *(*LOGITS, *ARGMAX, *SAMPLING, *ADJUST, *LOG_PROBS, *SAMPLE, *ROOFLINE, *DECODE_STATE),
+    *(*LOGITS, *ARGMAX, *SAMPLING, *ADJUST, *MASK, *LOG_PROBS, *SAMPLE, *ROOFLINE, *DECODE_STATE),
 )
 
 TESTS: dict[str, tuple[str, ...]] = {
@@ -1518,6 +1549,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "argmax": ("test_argmax",),
     "decode_state": ("test_decode_state",),
     "adjust_logits": ("test_adjust_logits",),
+    "mask_logits": ("test_mask_logits",),
     "log_probs": ("test_log_probs",),
     "sample": ("test_sample",),
     "rope_kv_write": ("test_rope_kv_write",),

@@ -21,7 +21,7 @@ import numpy as np
 
 from samir_vllm.config import PAGE_SIZE, EngineConfig, ModelConfig
 from samir_vllm.errors import DeviceError
-from samir_vllm.sampling import TokenSampling
+from samir_vllm.sampling import TokenMasks, TokenSampling
 from samir_vllm.timing import StartupTimes
 
 if TYPE_CHECKING:
@@ -275,6 +275,20 @@ class Backend(ABC):
         """Undo the last ``adjust_logits`` of these rows."""
 
     @abstractmethod
+    def mask_logits(self, logits: Array, rows: np.ndarray, masks: np.ndarray) -> None:
+        """Make the logits of all tokens that may not come -inf, in some rows; never while ``record`` records.
+
+        It comes between ``adjust_logits`` and the choice, and isn't undone. A NaN stays, so that the choice
+        still tells of it.
+
+        Args:
+            logits: FP32 [L, vocab_size], changed in place, in these rows only.
+            rows: int32 [M], M >= 1, on the host: different rows of ``logits``.
+            masks: uint32 [M, ceil(vocab_size / 32)], on the host: bit i % 32 of word i // 32 is 1 where token
+                i may come; bits behind the vocabulary mean nothing. Both arrays may change afterwards.
+        """
+
+    @abstractmethod
     def sample(self, logits: Array, inputs: Any) -> Array:
         """A token for each row of (adjusted) FP32 logits [L, vocab_size] -> int32 [L], -1 for a row with NaN.
 
@@ -294,6 +308,10 @@ class Backend(ABC):
         Returns:
             FP32 [L]; int32 [L, count], best first, lower ids first on a tie; FP32 [L, count]. Never above 0.
         """
+
+    @abstractmethod
+    def copy_rows(self, x: Array) -> Array:
+        """A copy of FP32 ``x`` [n, m] in memory of its own, which may be made anew at each call."""
 
     @abstractmethod
     def concat_rows(self, parts: Sequence[Array]) -> Array:
@@ -335,12 +353,13 @@ class Backend(ABC):
         """Final norm and LM head of the rows int32 [L] of x only -> FP32 [L, vocab_size]."""
         return self.lm_head(self.rmsnorm(self.take_rows(x, rows), norm), head)
 
-    def choose_tokens(self, logits: Array, inputs: Any) -> Array:
-        """The next token of each row -> int32 [L], -1 for a row with NaN. May leave the logits adjusted."""
-        if inputs.is_argmax:
-            return self.argmax(logits)
-        self.adjust_logits(logits, inputs)
-        return self.sample(logits, inputs)
+    def choose_tokens(self, logits: Array, inputs: Any, masks: TokenMasks | None = None) -> Array:
+        """The next token of each row -> int32 [L], -1 for a row with NaN. May leave the logits changed."""
+        if not inputs.is_argmax:
+            self.adjust_logits(logits, inputs)
+        if masks is not None:
+            self.mask_logits(logits, masks.rows, masks.allowed)
+        return self.argmax(logits) if inputs.is_argmax else self.sample(logits, inputs)
 
 
 def rope_cos_sin(inv_freq: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -38,11 +38,11 @@ from samir_vllm.backends.cublas import WORKSPACE_BYTES, Cublas
 from samir_vllm.backends.cuda_cache import Cache
 from samir_vllm.backends.cuda_context import in_background
 from samir_vllm.backends.cuda_launch import OverlappingLauncher
-from samir_vllm.backends.cuda_probe import Gpu, one_line
+from samir_vllm.backends.cuda_probe import Gpu
 from samir_vllm.backends.cuda_upload import WeightUploader
 from samir_vllm.backends.reference_sampler import MAX_VOCAB, SETTINGS, Adjustments, settings_of
 from samir_vllm.config import PAGE_SIZE, ModelConfig
-from samir_vllm.errors import DeviceError, InvariantError
+from samir_vllm.errors import DeviceError, InvariantError, one_line
 from samir_vllm.interrupts import uninterrupted
 from samir_vllm.sampling import MAX_LOGPROBS, TokenSampling
 from samir_vllm.timing import StartupTimes
@@ -56,6 +56,7 @@ ROW_PARTS = 8  # blocks that share a row of logits
 SEGMENTS = 2048  # of a row, whose greatest logits the sampler starts from; sample.cu has it too
 SAMPLE_THREADS = 320  # of a block, which has a row of logits; sample.cu has it too
 LOG_PROBS_THREADS = 512  # the same, in log_probs.cu
+MASKED_TOKENS = 4  # of a thread of mask_logits; mask_logits.cu has it too
 QUERY_ROWS = 64  # of a block of paged_attention_prefill
 ELEMENTWISE_THREADS = 256
 FEW_SPLITS = 4  # that one block of paged_attention_decode takes though the GPU has blocks to spare
@@ -299,6 +300,7 @@ class CudaBackend(Backend):
         step_size = 4 * tokens + 4 * self._max_num_seqs + 1 + 3 * rows + 2 * most_tiles
         self._step_arrays = self._allocate((step_size,), np.int32, "a buffer", "lower --max-batched-tokens")
         self._pending: PendingSum | None = None
+        self._masks: tuple[Any, Any] | None = None  # of mask_logits, once it was called
 
     def _zeros(self, size: int, dtype: Any) -> Any:
         array = self._allocate((size,), dtype, "a buffer", "free memory on the GPU")
@@ -866,6 +868,27 @@ class CudaBackend(Backend):
         )
         self._launch("restore_logits", (rows,), ELEMENTWISE_THREADS, args)
 
+    def mask_logits(self, logits: Any, rows: np.ndarray, masks: np.ndarray) -> None:
+        there, vocab_size = self._check_logits(logits), self.config.vocab_size
+        _check("rows", rows, np.int32, (None,))
+        _check("masks", masks, np.uint32, (len(rows), -(-vocab_size // 32)))
+        least, last = int(rows.min(initial=there)), int(rows.max(initial=0))
+        if not 0 <= least <= last < there:
+            raise InvariantError(f"masks for {len(rows)} rows, {least} to {last}, of {there} rows of logits")
+        if self._masks is None:
+            self._masks = self._allocate_masks(masks.shape[1])
+        on_device = tuple(_rows_of(buffer, len(rows)) for buffer in self._masks)
+        for values, target in zip((rows, masks), on_device, strict=True):
+            self._uploads.send(values, target)
+        grid = (len(rows), -(-vocab_size // (MASKED_TOKENS * ELEMENTWISE_THREADS)))
+        self._launch("mask_logits", grid, ELEMENTWISE_THREADS, (*_with_stride(logits), *on_device))
+
+    def _allocate_masks(self, words: int) -> tuple[Any, Any]:
+        """Places for row numbers and for masks of so many words; few engines ever need them."""
+        most, what, remedy = self._max_logit_rows, "a buffer for masks", "lower --max-num-seqs"
+        numbers = self._allocate((most,), np.int32, what, remedy)
+        return numbers, self._allocate((most, words), np.uint32, what, remedy)
+
     def sample(self, logits: Any, inputs: CudaInputs) -> Any:
         rows = self._check_logits(logits, inputs)
         ids, maxima = _rows_of(self._ids, rows), _rows_of(self._maxima, rows)
@@ -888,6 +911,15 @@ class CudaBackend(Backend):
         args = (*_with_stride(logits), token_ids, np.int32(count), chosen, top_ids, top)
         self._launch("log_probs", (rows,), LOG_PROBS_THREADS, args)
         return chosen, top_ids, top
+
+    def copy_rows(self, x: Any) -> Any:
+        out = self._allocate(x.shape, x.dtype, "a copy of the logits", "free memory on the GPU")
+        runtime, width = cupy.cuda.runtime, out.nbytes // len(out)  # bytes of a row
+        runtime.memcpy2DAsync(
+            *(out.data.ptr, width, x.data.ptr, x.strides[0], width, len(out)),
+            *(runtime.memcpyDeviceToDevice, self.stream.ptr),
+        )
+        return out
 
     def concat_rows(self, parts: Sequence[Any]) -> Any:
         # By copies: CuPy's own concatenation would have to be compiled first.

@@ -33,6 +33,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "argmax": ("argmax",),
     "decode_state": ("begin_decode", "fill_tokens", "keep_tokens"),
     "adjust_logits": ("adjust_logits", "restore_logits"),
+    "mask_logits": ("mask_logits",),
     "sample": ("segment_maxima", "sample"),
     "log_probs": ("log_probs",),
 }

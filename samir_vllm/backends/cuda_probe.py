@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from samir_vllm.errors import DeviceError
+from samir_vllm.errors import DeviceError, one_line
 
 MIN_COMPUTE_CAPABILITY = (8, 0)  # BF16 tensor cores and cp.async came with Ampere
 MIN_CUDA_MAJOR = 12
@@ -464,11 +464,3 @@ def find_cuda_src() -> Path | None:
     """The folder of kernel sources: inside the package (wheel), or beside it (checkout); None if neither."""
     package = Path(__file__).resolve().parent.parent
     return next((p for p in (package / "cuda_src", package.parent / "cuda_src") if p.is_dir()), None)
-
-
-def one_line(message: object, limit: int = 240) -> str:
-    """A foreign message, often of several lines, as one short line (an exception without one: its type)."""
-    line = " ".join(str(message).split())
-    if not line and isinstance(message, BaseException):
-        line = type(message).__name__
-    return line if len(line) <= limit else line[: limit - 3] + "..."

@@ -18,8 +18,7 @@ import cupy
 import numpy as np
 
 from samir_vllm.backends.cuda_context import in_background
-from samir_vllm.backends.cuda_probe import one_line
-from samir_vllm.errors import DeviceError
+from samir_vllm.errors import DeviceError, one_line
 
 CHUNK_BYTES = 2 << 20  # with 8 threads the best of 1 to 8 MiB on an H200's host
 MAX_THREADS = 8  # more only wait for each other's page faults

@@ -380,6 +380,12 @@ class NumpyBackend(Backend):
             if (adjustments := self._adjustments.get(slot)) is not None:
                 adjustments.restore(row)
 
+    def mask_logits(self, logits: np.ndarray, rows: np.ndarray, masks: np.ndarray) -> None:
+        as_bytes = masks.astype("<u4", copy=False).view(np.uint8)
+        for row, mask in zip(rows.tolist(), as_bytes, strict=True):
+            allowed = np.unpackbits(mask, count=logits.shape[1], bitorder="little").view(bool)
+            np.copyto(logits[row], -np.inf, where=~(allowed | np.isnan(logits[row])))
+
     def sample(self, logits: np.ndarray, inputs: NumpyInputs) -> np.ndarray:
         rows = zip(logits, inputs.logit_slots, inputs.next_positions, strict=True)
         return np.array([sample_row(x, self._settings.get(s, _PLAIN), p) for x, s, p in rows], np.int32)
@@ -402,6 +408,9 @@ class NumpyBackend(Backend):
         chosen = np.take_along_axis(x, token_ids[:, None], 1)[:, 0]
         chosen[token_ids < 0] = np.nan
         return chosen, top_ids, np.take_along_axis(x, top_ids, 1)
+
+    def copy_rows(self, x: np.ndarray) -> np.ndarray:
+        return x.copy()
 
     def concat_rows(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         return np.concatenate(parts)

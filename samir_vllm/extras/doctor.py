@@ -21,9 +21,9 @@ from typing import Literal
 
 from samir_vllm.backends import cuda_probe
 from samir_vllm.backends.cuda_cache import Cache
-from samir_vllm.backends.cuda_probe import Unavailable, one_line
+from samir_vllm.backends.cuda_probe import Unavailable
 from samir_vllm.backends.host_memory import host_memory
-from samir_vllm.errors import SamirVllmError
+from samir_vllm.errors import SamirVllmError, one_line
 
 PYTHONS = ((3, 11), (3, 13))  # oldest and newest that the project is tested on
 EXIT_NOTHING_RUNS = 2

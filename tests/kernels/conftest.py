@@ -80,6 +80,7 @@ STEMS = {
     "test_linear_add": ["linear", "rmsnorm", "embedding"],
     "test_lm_head": ["linear", "rmsnorm"],
     "test_log_probs": ["log_probs"],
+    "test_mask_logits": ["mask_logits", "argmax"],
     "test_paged_attention_decode": ["paged_attention_decode", "paged_attention_prefill"],
     "test_paged_attention_prefill": ["paged_attention_prefill", "paged_attention_decode"],
     "test_rmsnorm": ["rmsnorm"],

@@ -300,6 +300,7 @@ def test_every_kernel_runs_on_the_emulator(tiny: Model) -> None:
     inputs = backend.stage(make_batch([Part(1, 1)]))
     backend.choose_tokens(values, inputs)
     backend.restore_logits(values, inputs)
+    backend.mask_logits(values, ids[:1], np.zeros((1, -(-tiny.config.vocab_size // 32)), np.uint32))
     assert np.isfinite(logits).all()
     backend.keep_tokens(backend.from_numpy(ids[:1]), inputs)
     backend.set_decode_rows(*np.array([[1], [1], [1]], np.int32))

@@ -22,7 +22,7 @@ from samir_vllm.engine import Engine
 from samir_vllm.errors import OptionError
 from samir_vllm.extras.bench.model import LLAMA_1B, pages_per_seq
 from samir_vllm.extras.bench.report import number, print_table
-from samir_vllm.sampling import SamplingParams
+from samir_vllm.sampling import SamplingParams, TokenMasks
 from samir_vllm.sequence import ScheduledStep, StepResult
 
 RUNNING = (1, 16, 256)
@@ -42,6 +42,11 @@ class FakeRunner:
     def launch(self, step: ScheduledStep) -> Callable[[], StepResult]:
         batch = build_batch(step)
         return lambda: StepResult([65] * len(batch.logit_rows))
+
+    def launch_forward(
+        self, step: ScheduledStep
+    ) -> Callable[[TokenMasks | None], Callable[[], StepResult]]:
+        return lambda masks: self.launch(step)
 
 
 class FakeTokenizer:
