@@ -184,6 +184,8 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._answers: dict[str, Answer] = {}  # by sequence id
         self._num_constrained = 0  # answers whose tokens must be allowed
+        # Filled anew at each step: megabytes made anew would cost more than to fill them.
+        self._mask_words = np.empty((0, 0), np.uint32)
         self._ids = itertools.count()
         self._held: list[StepOutput] = []  # for the next `step`
         self._outboxes: dict[str, list[StepOutput]] = {}  # of requests that `generate` or a stream waits for
@@ -503,19 +505,20 @@ class Engine:
 
     def _masks(self, step: ScheduledStep) -> TokenMasks | None:
         """Of the rows of living sequences that have a constraint; None if there are none."""
-        rows, filled = [], []
-        for row, seq in enumerate(step.sampled()):
+        sampled = step.sampled()
+        if len(self._mask_words) < len(sampled):
+            self._mask_words = np.empty((len(sampled), -(-self.model_config.vocab_size // 32)), np.uint32)
+        rows: list[int] = []
+        for row, seq in enumerate(sampled):
             if seq.constraint is None or seq.is_finished:
                 continue
-            mask = np.empty(-(-self.model_config.vocab_size // 32), np.uint32)
             try:
-                seq.constraint.fill_mask(mask)
+                seq.constraint.fill_mask(self._mask_words[len(rows)])
             except Exception as exc:  # somebody's grammar: the others' tokens don't depend on it
                 self._refuse(seq, f"its constraint failed: {one_line(exc)}")
                 continue
             rows.append(row)
-            filled.append(mask)
-        return TokenMasks(np.array(rows, np.int32), np.stack(filled)) if rows else None
+        return TokenMasks(np.array(rows, np.int32), self._mask_words[: len(rows)]) if rows else None
 
     def _refuse(self, seq: Sequence, error: str) -> None:
         """End a sequence whose constraint is of no more use; it is told of with the next outputs."""

@@ -328,6 +328,7 @@ def test_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     "words",
     [
         ["decode", "--batch", "1,2", "--prompt", "3", "--new", "3", "--runs", "1"],
+        ["decode", "--batch", "2", "--prompt", "3", "--new", "3", "--runs", "1", "--constrained"],
         ["prefill", "--tokens", "3", "--runs", "1"],
         ["kernels"],
         ["roofline"],

@@ -24,6 +24,7 @@ from samir_vllm.backends import select_backend
 from samir_vllm.config import ModelConfig
 from samir_vllm.errors import DeviceError
 from samir_vllm.model_runner import ModelRunner
+from samir_vllm.outputs import RequestOutput
 from samir_vllm.sequence import ScheduledStep, Sequence, StepResult
 from samir_vllm.weights import open_weights
 
@@ -281,6 +282,57 @@ def test_a_seed_gives_the_same_tokens_in_any_company(model_dir: Path) -> None:
     assert [r.token_ids for r in together] == [r.token_ids for r in alone]
     assert [r.logprobs for r in together] == [r.logprobs for r in alone]
     assert [r.prompt_logprobs for r in together] == [r.prompt_logprobs for r in alone]
+
+
+class OneOfSeven:
+    """Allows every seventh token, and others after each token; complete after nine."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+
+    def _first(self) -> int:
+        return sum(self.token_ids) % 7
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        bits = np.zeros(len(mask) * 32, bool)
+        bits[self._first() :: 7] = True  # those behind the vocabulary mean nothing
+        mask[:] = np.packbits(bits, bitorder="little").view(np.uint32)
+
+    def accept(self, token_id: int) -> bool:
+        is_allowed = token_id % 7 == self._first()
+        self.token_ids.append(token_id)
+        return is_allowed
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.token_ids) == 9
+
+
+def test_constrained_answers_in_company(model_dir: Path) -> None:
+    """Each gets what it gets alone, to the bits of its log-probabilities, and so do those beside it."""
+    rng = np.random.default_rng(9)
+    prompts = [rng.integers(0, 500, n).tolist() for n in (20, 33, 1, 40, 70, 90)]
+    wishes = [(replace(p, ignore_eos=True), OneOfSeven if i != 1 else None) for i, p in enumerate(SAMPLED)]
+
+    def answers(engine: Engine, chosen: Iterable[int]) -> list[RequestOutput]:
+        names = [engine.add_request(prompts[i], wishes[i][0], constraint=wishes[i][1]) for i in chosen]
+        found = {}
+        while engine.has_work:
+            found.update({out.request_id: out.result for out in engine.step() if out.result})
+        return [found[name] for name in names]
+
+    together = answers(make_engine(model_dir), range(6))
+    engine = make_engine(model_dir)
+    alone = [answers(engine, [i])[0] for i in range(6)]
+    for got, want in zip(together, alone, strict=True):
+        assert (got.token_ids, got.logprobs) == (want.token_ids, want.logprobs)
+        assert got.prompt_logprobs == want.prompt_logprobs
+    lengths = [len(result.token_ids) for result in together]
+    assert lengths == [12 if constraint is None else 9 for _, constraint in wishes]
+    assert [result.finish_reason for result in together] == ["length" if n == 12 else "stop" for n in lengths]
+    free = engine.generate(prompts[2], wishes[2][0]).logprobs  # those of all tokens, not of the allowed ones
+    assert free is not None
+    assert (together[2].logprobs or [])[0].top == free[0].top
 
 
 def test_logprobs_are_log_softmax_of_the_logits(model_dir: Path) -> None:

@@ -72,6 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--new", type=number, default=256, metavar="N", help="tokens each decodes (%(default)s)"
     )
+    parser.add_argument(
+        "--constrained",
+        action="store_true",
+        help="every token chosen among those that a mask of its own allows, as for answers by a grammar",
+    )
     parser.add_argument("--runs", type=number, default=3, metavar="N", help="timed runs (%(default)s)")
     add_output_arguments(parser)
 
@@ -127,17 +132,21 @@ def make_decode_engine(
 def measure(engine: Engine, limits: Limits, batch: int, args: argparse.Namespace) -> Row:
     """One batch size."""
     runner, config = runner_of(engine), engine.model_config
-    generate(engine, batch, args.prompt, args.new)  # graphs are recorded, kernels are loaded
-    times = [seconds for _ in range(args.runs) for seconds in generate(engine, batch, args.prompt, args.new)]
+
+    def generate_once() -> list[float]:
+        return generate(engine, batch, args.prompt, args.new, constrained=args.constrained)
+
+    generate_once()  # graphs are recorded, kernels are loaded
+    times = [seconds for _ in range(args.runs) for seconds in generate_once()]
     runner.begin(lambda step: len(step.decodes) == batch and not step.prefills)
-    generate(engine, batch, args.prompt, args.new)
+    generate_once()
     marks = runner.end()
     seconds, kv_tokens = statistics.median(times), round(statistics.mean(mark.kv_tokens for mark in marks))
     work = StepWork(batch, kv_tokens, attended=kv_tokens + batch, logit_rows=batch)
     nbytes = step_bytes(runner.weights, config, work, runner.backend.kv_itemsize)
     flops = step_flops(config, work)
     return Row(
-        name=f"batch {batch}",
+        name=f"batch {batch}, constrained" if args.constrained else f"batch {batch}",
         seconds=seconds,
         tokens=batch,
         bytes=nbytes,
@@ -152,7 +161,29 @@ def measure(engine: Engine, limits: Limits, batch: int, args: argparse.Namespace
     )
 
 
-def generate(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, **sampling: Any) -> list[float]:
+class EveryOther:
+    """A constraint that costs next to nothing itself: every other token may come."""
+
+    is_complete = False
+
+    def fill_mask(self, mask: np.ndarray) -> None:
+        """See ``TokenConstraint``."""
+        mask[:] = 0x55555555
+
+    def accept(self, token_id: int) -> bool:
+        """See ``TokenConstraint``."""
+        return token_id % 2 == 0
+
+
+def generate(
+    engine: Engine,
+    batch: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    *,
+    constrained: bool = False,
+    **sampling: Any,
+) -> list[float]:
     """Runs a batch from prompts to end; seconds of every step in which all decoded and none was prefilled.
 
     Args:
@@ -160,6 +191,7 @@ def generate(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, **
         batch: sequences.
         prompt_tokens: of each.
         new_tokens: of each.
+        constrained: each has a mask of its own at every step.
         sampling: further fields of ``SamplingParams``.
 
     Raises:
@@ -167,7 +199,8 @@ def generate(engine: Engine, batch: int, prompt_tokens: int, new_tokens: int, **
     """
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, **sampling)
     for i in range(batch):
-        engine.add_request(random_prompt(engine.model_config, prompt_tokens, seed=i), params)
+        prompt = random_prompt(engine.model_config, prompt_tokens, seed=i)
+        engine.add_request(prompt, params, constraint=EveryOther if constrained else None)
     ends: list[float] = []  # of the steps that gave every sequence a token: the first one ends the prefill
     while engine.has_work:
         outputs = engine.step()

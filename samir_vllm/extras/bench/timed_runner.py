@@ -12,6 +12,7 @@ from typing import Any
 
 from samir_vllm.engine import Engine
 from samir_vllm.model_runner import ModelRunner
+from samir_vllm.sampling import TokenMasks
 from samir_vllm.sequence import ScheduledStep, StepResult
 
 
@@ -48,6 +49,21 @@ class TimedRunner(ModelRunner):
         result = super().launch(step)
         self._marks.append(Mark(kv_tokens, started, self._event()))
         return result
+
+    def launch_forward(self, step: ScheduledStep) -> Callable[[TokenMasks | None], Callable[[], StepResult]]:
+        """See ``ModelRunner``."""
+        if self._is_wanted is None or not self._is_wanted(step):
+            return super().launch_forward(step)
+        kv_tokens = sum(seq.num_launched_tokens for seq in step.decodes)
+        started = self._event()
+        go_on = super().launch_forward(step)
+
+        def go_on_marked(masks: TokenMasks | None) -> Callable[[], StepResult]:
+            result = go_on(masks)
+            self._marks.append(Mark(kv_tokens, started, self._event()))
+            return result
+
+        return go_on_marked
 
     def _event(self) -> Any:
         if self.backend.name != "cuda":
