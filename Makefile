@@ -29,7 +29,7 @@ $(VENV)/demo-installed: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/test-installed: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable ".[test,demo,hub,plot]"
+	$(BIN)/python -m pip install --quiet --editable ".[test,demo,hub,plot,serve]"
 	touch $@ $(VENV)/demo-installed
 
 $(VENV)/bin/python:

@@ -53,6 +53,12 @@ COMMANDS = {
         "A conversation: with every turn the model gets the whole dialog, and reuses its K and V. "
         "/help lists the commands. Where standard input is no terminal, each of its lines is a turn.",
     ),
+    "serve": Command(
+        "samir_vllm.extras.serve.command",
+        "an OpenAI-compatible server",
+        "Serve OpenAI's API (chat, completions, models) over HTTP, and a page to chat at /. The engine runs "
+        "in a process of its own. SIGTERM ends both in order.",
+    ),
     "pull": Command("samir_vllm.hub", "fetch a model into models/"),
     "tokenize": Command("samir_vllm.extras.tokenize", "show the tokens of a text or a dialog, or decode ids"),
     "doctor": Command(
@@ -73,6 +79,9 @@ BENCHES = {
         "many requests at once, and with long prompts arriving among them",
     ),
     "kernels": Command("samir_vllm.extras.bench.kernels", "a decode step, kernel by kernel"),
+    "serve": Command(
+        "samir_vllm.extras.bench.serve", "a server under load: latencies by request rate, CPU time by token"
+    ),
 }
 
 

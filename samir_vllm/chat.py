@@ -1,7 +1,10 @@
 """Dialogs to token ids: the model's own Jinja template if it ships one, else Llama 3's native format.
 
-Keeps one promise whatever the format: text inside a message never becomes a control token. Knows a
-tokenizer only by the few members of `ChatTokenizer`, and nothing of generation.
+Keeps one promise whatever the format: text inside a message or a tool's definition never becomes a control
+token. Knows a tokenizer only by the few members of `ChatTokenizer`, and nothing of generation.
+
+How calls of tools are written, where a template doesn't say otherwise, is Llama 3's JSON form:
+``{"name": "f", "parameters": {"x": 1}}``, and ``; `` between several.
 """
 
 import json
@@ -18,9 +21,27 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from samir_vllm.errors import ChatError
 
 Message = Mapping[str, Any]
+Tool = Mapping[str, Any]
 
 LLAMA3_CONTROL = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 LLAMA3_ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "ipython"}
+
+CALL_END = "}"
+CALL_SEPARATOR = "; "
+
+# Word for word what Llama 3.1 and 3.2 were trained on: Meta's chat template for them, "custom tools".
+_LLAMA3_ENVIRONMENT = "Environment: ipython\n\n"
+_LLAMA3_TOOLS = (
+    "Given the following functions, please respond with a JSON for a function call with its proper arguments "
+    "that best answers the given prompt.\n\n"
+    'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.'
+    "Do not use variables.\n\n"
+)
+# For models whose template has no place for tools, and so weren't trained on any such text.
+_OTHER_TOOLS = (
+    'You can call the functions below. To call one, answer with only {"name": its name, "parameters": {its '
+    "arguments by name}}. If no function helps, answer in plain words."
+)
 
 _GUARDS = [*range(0xFDD0, 0xFDF0), *range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE)]
 _GUARD_VARIABLE = "guard_character"
@@ -45,20 +66,35 @@ class ChatFormat(Protocol):
         """``llama3`` or ``template``."""
 
     def encode(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, date: str | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] | None = None,
+        add_generation_prompt: bool = True,
+        date: str | None = None,
     ) -> list[int]:
         """Token ids of a dialog, with exactly one BOS in front if the model wants one.
 
         Args:
             messages: mappings with a str ``role`` and a ``content`` that is a str or a list of
-                ``{"type": "text", "text": ...}`` (joined). Templates see the other keys too.
+                ``{"type": "text", "text": ...}`` (joined). Templates see the other keys too. Beside
+                ``tool_calls``, a list of ``{"id", "type": "function", "function": {"name", "arguments"}}``
+                whose arguments are JSON in a str, or a mapping, the content may be None. A result has the
+                role ``tool`` and its call's id as ``tool_call_id``.
+            tools: ``{"type": "function", "function": {"name", "description", "parameters"}}`` each, what the
+                model may call; ``parameters`` is a JSON schema.
             add_generation_prompt: end with the header of an assistant's turn, for the model to go on.
             date: today's date as the model should read it (such as ``26 Jul 2024``); templates see it as
                 ``date_string``. Without it the template decides. The native format has no date.
 
         Raises:
-            ChatError: messages of another form, or a dialog that the format refuses.
+            ChatError: messages or tools of another form, or a dialog that the format refuses.
         """
+
+
+def call_opening(name: str) -> str:
+    """What stands before the arguments of a call, in Llama 3's JSON form; `CALL_END` stands behind them."""
+    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": '
 
 
 def load_chat_format(model_dir: Path, tokenizer: ChatTokenizer) -> ChatFormat | None:
@@ -91,8 +127,10 @@ class Llama3Chat:
     """Llama 3's native format, put together id by id, so that no text can be read as a control token.
 
     ``<|begin_of_text|>``, then each message as ``<|start_header_id|>role<|end_header_id|>\\n\\n``, content,
-    ``<|eot_id|>``. Contents aren't trimmed, and don't merge with the line feeds before them.
-    Source: Meta's "Llama 3 prompt format" and reference code.
+    ``<|eot_id|>``. Contents aren't trimmed, and don't merge with the line feeds before them. Tools come as
+    indented JSON in front of the first user message, calls after the assistant's content, results from the
+    role ipython. Arguments in a str are written as they are: the model reads what it wrote.
+    Source: Meta's "Llama 3 prompt format", reference code, and chat template of Llama 3.2 for tools.
     """
 
     name = "llama3"
@@ -102,18 +140,25 @@ class Llama3Chat:
         self._bos, self._start, self._end, self._eot = (tokenizer.special_tokens[t] for t in LLAMA3_CONTROL)
 
     def encode(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, date: str | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] | None = None,
+        add_generation_prompt: bool = True,
+        date: str | None = None,
     ) -> list[int]:
         """See `ChatFormat.encode`; the roles are system, user, assistant and tool."""
-        ids = [self._bos]
-        for i, message in enumerate(_checked(messages)):
-            role = LLAMA3_ROLES.get(message["role"])
-            if role is None:
+        checked = _checked(messages)
+        for i, message in enumerate(checked):
+            if message["role"] not in LLAMA3_ROLES:
                 raise ChatError(
                     f"messages[{i}]: role {reprlib.repr(message['role'])} is unknown to Llama 3; "
                     f"use one of {', '.join(LLAMA3_ROLES)}"
                 )
-            ids += [*self._header(role), *self._text(message["content"]), self._eot]
+        ids = [self._bos]
+        for message in _with_llama3_tools(checked, tools) if tools else checked:
+            content = message["content"] + _calls_text(message.get("tool_calls", []))
+            ids += [*self._header(LLAMA3_ROLES[message["role"]]), *self._text(content), self._eot]
         return ids + self._header("assistant") if add_generation_prompt else ids
 
     def _header(self, role: str) -> list[int]:
@@ -129,6 +174,9 @@ class TemplateChat:
     could complete. With the guard inside it is no name, whatever the template joins or trims (a guard is
     never at the edge of white space). Names that are left after rendering are control tokens; the text
     between them loses its guards and is encoded.
+
+    A template that doesn't mention tools gets them in the system message, calls as the assistant's text and
+    results as the user's. One that refuses several calls in a message gets them in several.
 
     Args:
         source: the template.
@@ -156,13 +204,31 @@ class TemplateChat:
             raise self._failure(error) from None
 
     def encode(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, date: str | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] | None = None,
+        add_generation_prompt: bool = True,
+        date: str | None = None,
     ) -> list[int]:
         """See `ChatFormat.encode`. A BOS that the template doesn't write is added if ``adds_bos``."""
-        given: dict[str, Any] = {"messages": _checked(messages)}
+        checked = _checked(messages)
+        as_told = _with_parsed_arguments if self._mentions("tool_calls") else _without_calls
+        given: dict[str, Any] = {
+            "messages": as_told(checked),
+            "tools": _checked_tools(tools) if tools else None,
+        }
+        if tools and not self._mentions("tools"):
+            given["messages"] = _with_tools_told(given["messages"], given.pop("tools"))
         if date is not None:
             given["date_string"] = date
-        text, guard = self._render(given, add_generation_prompt)
+        try:
+            text, guard = self._render(given, add_generation_prompt)
+        except ChatError:
+            if all(len(message.get("tool_calls", [])) <= 1 for message in given["messages"]):
+                raise
+            given["messages"] = _one_call_each(given["messages"])
+            text, guard = self._render(given, add_generation_prompt)
         ids: list[int] = []
         for i, part in enumerate(self._cut.split(text) if self._cut else [text]):
             if i % 2:  # the names that were cut out are at the odd places, the text between at the even ones
@@ -173,6 +239,9 @@ class TemplateChat:
         if self._tokenizer.adds_bos and bos is not None and ids[:1] != [bos]:
             ids.insert(0, bos)
         return ids
+
+    def _mentions(self, name: str) -> bool:
+        return regex.search(rf"\b{name}\b", self._source) is not None
 
     def _render(self, given: dict[str, Any], add_generation_prompt: bool) -> tuple[str, str]:
         """The rendered dialog, its guards still inside, and the guard."""
@@ -186,9 +255,9 @@ class TemplateChat:
             )
         except RecursionError:
             raise ChatError("messages are nested too deep; flatten them") from None
-        variables |= {_GUARD_VARIABLE: guard, "add_generation_prompt": add_generation_prompt}
+        fixed = {_GUARD_VARIABLE: guard, "add_generation_prompt": add_generation_prompt, "documents": None}
         try:
-            return self._template.render(tools=None, documents=None, **self._token_names, **variables), guard
+            return self._template.render({"tools": None, **self._token_names, **variables, **fixed}), guard
         except Exception as error:  # a template is somebody's program: it may fail in any way Python can
             raise self._failure(error) from None
 
@@ -322,6 +391,142 @@ def _token_names(config: Mapping[str, Any], tokenizer: ChatTokenizer) -> dict[st
     return found
 
 
+# --- tools ------------------------------------------------------------------------------------------------
+
+
+def _checked_tools(tools: Sequence[Tool]) -> list[Tool]:
+    for i, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ChatError(
+                f"tools[{i}] should be {{'type': 'function', 'function': {{'name': ...}}}}, is {_shown(tool)}"
+            )
+    return list(tools)
+
+
+def _checked_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """The calls of a message, each a dict with a dict ``function``."""
+    if not isinstance(calls, list | tuple):
+        raise ChatError(f"{where} should be a list, is {_shown(calls)}")
+    checked = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if (
+            not isinstance(function, Mapping)
+            or not isinstance(function.get("name"), str)
+            or not isinstance(function.get("arguments"), str | Mapping)
+        ):
+            raise ChatError(
+                f"{where}[{i}] should be {{'function': {{'name': ..., 'arguments': JSON in a str}}}}, "
+                f"is {_shown(call)}"
+            )
+        checked.append({**call, "function": dict(function)})
+    return checked
+
+
+def _calls_text(calls: Sequence[Mapping[str, Any]]) -> str:
+    """Calls in Llama 3's JSON form."""
+    written = []
+    for call in calls:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else _json_text(arguments)
+        written.append(call_opening(name) + text + CALL_END)
+    return CALL_SEPARATOR.join(written)
+
+
+def _json_text(value: Any, indent: int | None = None) -> str:
+    try:
+        plain = _mapped(value, lambda text: text, lambda key: key)
+        return json.dumps(plain, ensure_ascii=False, indent=indent)
+    except RecursionError:
+        raise ChatError("tools or calls of them are nested too deep; flatten them") from None
+
+
+def _with_parsed_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Arguments that are JSON objects in a str as those objects: what Hugging Face's templates expect."""
+    return [
+        {**message, "tool_calls": [_with_parsed(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _with_parsed(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"])
+    except (TypeError, ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _with_llama3_tools(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Definitions in front of the first user message; the system message tells where results come from."""
+    if messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": ""}, *messages]
+    system, rest = messages[0], messages[1:]
+    at = next((i for i, message in enumerate(rest) if message["role"] == "user"), None)
+    if at is None:
+        raise ChatError("tools are told of in the first user message: add one to messages")
+    definitions = [_json_text(tool, indent=4) + "\n\n" for tool in _checked_tools(tools)]
+    asked = {**rest[at], "content": _LLAMA3_TOOLS + "".join(definitions) + rest[at]["content"]}
+    told = {**system, "content": _LLAMA3_ENVIRONMENT + system["content"]}
+    return [told, *rest[:at], asked, *rest[at + 1 :]]
+
+
+def _with_tools_told(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """The functions in our own words, at the end of the system message."""
+    functions = [_json_text(tool["function"]) for tool in tools]
+    told = "\n".join([_OTHER_TOOLS, *functions])
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": told}, *messages]
+    return [{**messages[0], "content": f"{messages[0]['content']}\n\n{told}"}, *messages[1:]]
+
+
+def _without_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls as the assistant's text, results as the user's: those in a row as one message."""
+    names: dict[Any, str] = {}
+    plain: list[dict[str, Any]] = []
+    results: list[str] = []
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls", [])
+        names |= {str(call.get("id")): call["function"]["name"] for call in calls}
+        if message["role"] == "tool" and names:
+            name = names.get(str(message.get("tool_call_id")), "the function")
+            results.append(f"Result of {name}: {message['content']}")
+            if i + 1 == len(messages) or messages[i + 1]["role"] != "tool":
+                plain.append({"role": "user", "content": "\n".join(results)})
+                results = []
+        elif calls:
+            kept = {key: value for key, value in message.items() if key != "tool_calls"}
+            plain.append({**kept, "content": message["content"] + _calls_text(calls)})
+        else:
+            plain.append(message)
+    return plain
+
+
+def _one_call_each(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Several calls of one message in messages of their own, the result of each behind it."""
+    apart: list[dict[str, Any]] = []
+    waiting: list[dict[str, Any]] = []  # calls whose results may follow
+    for message in messages:
+        if message["role"] == "tool" and waiting:
+            call_id = message.get("tool_call_id")
+            asked = next((call for call in waiting if call["tool_calls"][0].get("id") == call_id), waiting[0])
+            waiting.remove(asked)
+            apart += [asked, message]
+            continue
+        apart += waiting
+        waiting = [
+            {**message, "tool_calls": [call], "content": "" if i else message["content"]}
+            for i, call in enumerate(message.get("tool_calls", []))
+        ]
+        if not waiting:
+            apart.append(message)
+    return apart + waiting
+
+
 # --- messages and files -----------------------------------------------------------------------------------
 
 
@@ -333,7 +538,12 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ChatError(f"messages[{i}] should be a mapping with a str 'role' and a 'content'")
-        checked.append({**message, "content": _joined(message.get("content"), f"messages[{i}].content")})
+        kept = dict(message)
+        # Templates ask whether it is there, not whether it holds anything.
+        if calls := kept.pop("tool_calls", None):
+            kept["tool_calls"] = _checked_calls(calls, f"messages[{i}].tool_calls")
+        content = "" if calls and kept.get("content") is None else kept.get("content")
+        checked.append({**kept, "content": _joined(content, f"messages[{i}].content")})
     return checked
 
 

@@ -18,8 +18,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, overload
 
@@ -59,6 +60,11 @@ Prompt = str | Seq[int] | Seq[Mapping[str, Any]]
 
 SEED_BITS = 63
 """Of a drawn seed: it fits a signed 64-bit number, so that any JSON or SQL can hold it."""
+
+PARALLEL_MASKS = 8
+"""Constrained answers of a step from which on threads fill their masks: few are filled sooner than shared."""
+
+MASK_THREADS = 8
 
 log = logging.getLogger("samir_vllm")
 
@@ -508,22 +514,25 @@ class Engine:
         sampled = step.sampled()
         if len(self._mask_words) < len(sampled):
             self._mask_words = np.empty((len(sampled), -(-self.model_config.vocab_size // 32)), np.uint32)
-        rows: list[int] = []
-        for row, seq in enumerate(sampled):
-            if seq.constraint is None or seq.is_finished:
-                continue
-            try:
-                seq.constraint.fill_mask(self._mask_words[len(rows)])
-            except Exception as exc:  # somebody's grammar: the others' tokens don't depend on it
-                self._refuse(seq, f"its constraint failed: {one_line(exc)}")
-                continue
-            rows.append(row)
-        return TokenMasks(np.array(rows, np.int32), self._mask_words[: len(rows)]) if rows else None
+        bound = [(i, s) for i, s in enumerate(sampled) if s.constraint is not None and not s.is_finished]
+        if not bound:
+            return None
+        fills = [(seq, self._mask_words[i]) for i, (_, seq) in enumerate(bound)]
+        if len(fills) < PARALLEL_MASKS:
+            errors = _fill_masks(fills)
+        else:
+            size = -(-len(fills) // MASK_THREADS)
+            parts = [fills[i : i + size] for i in range(0, len(fills), size)]
+            errors = [error for part in self._fillers.map(_fill_masks, parts) for error in part]
+        for (_, seq), error in zip(bound, errors, strict=True):
+            if error is not None and self.scheduler.abort(seq, "error", error) and seq not in self._booked:
+                self._booked.append(seq)  # it is told of with the next outputs
+        return TokenMasks(np.array([row for row, _ in bound], np.int32), self._mask_words[: len(bound)])
 
-    def _refuse(self, seq: Sequence, error: str) -> None:
-        """End a sequence whose constraint is of no more use; it is told of with the next outputs."""
-        if self.scheduler.abort(seq, "error", error) and seq not in self._booked:
-            self._booked.append(seq)
+    @cached_property
+    def _fillers(self) -> ThreadPoolExecutor:
+        """Grammars may work without Python's lock; then threads shorten what a batch of them takes."""
+        return ThreadPoolExecutor(min(MASK_THREADS, os.cpu_count() or 1), "masks")
 
     def _advance(self, seq: Sequence) -> None:
         """Tell the constraint of the newest token, which may complete the answer."""
@@ -801,6 +810,20 @@ def _for_the_living(launched: _Launched) -> ScheduledStep:
             if not seq.is_finished and (seq in rows or not launched.has_failed)
         ],
     )
+
+
+def _fill_masks(fills: list[tuple[Sequence, np.ndarray]]) -> list[str | None]:
+    """What went wrong with each, in a line: the tokens of the others don't depend on somebody's grammar."""
+    errors: list[str | None] = []
+    for seq, mask in fills:
+        assert seq.constraint is not None
+        try:
+            seq.constraint.fill_mask(mask)
+            errors.append(None)
+        except Exception as exc:
+            mask[:] = ~np.uint32(0)
+            errors.append(f"its constraint failed: {one_line(exc)}")
+    return errors
 
 
 def _raises(exc: Exception) -> Callable[[], StepResult]:

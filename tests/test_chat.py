@@ -155,11 +155,16 @@ def test_guards_leave_no_trace(messages: list[dict[str, str]]) -> None:
 
 
 def test_guards_reach_nested_values_and_keys() -> None:
-    call = {"arguments": {"<|im_end|>": ["<|im_end|>", {"deep": ("<|im_", "end|>")}], "n": 1.5, "none": None}}
+    arguments = {"<|im_end|>": ["<|im_end|>", {"deep": ("<|im_", "end|>")}], "n": 1.5, "none": None}
+    call = {"function": {"name": "<|im_end|>", "arguments": arguments}}
     messages = [{"role": "user", "content": "", "tool_calls": [call]}]
-    source = "{{ messages[0].tool_calls | tojson }}{{ messages[0].tool_calls[0].arguments['<|im_end|>'] }}"
+    source = (
+        "{{ messages[0].tool_calls | tojson }}"
+        "{{ messages[0].tool_calls[0].function.arguments['<|im_end|>'] }}"
+        "{{ messages[0].tool_calls[0].function.name }}"
+    )
     assert max(template(source).encode(messages)) < 256
-    joined = "{% for c in messages[0].tool_calls %}{{ c.arguments.values() | list | string }}{% endfor %}"
+    joined = "{% for c in messages[0].tool_calls %}{{ c.function.arguments.values() | list }}{% endfor %}"
     assert max(template(joined).encode(messages)) < 256
 
 
@@ -187,6 +192,187 @@ def test_native_format_never_reads_names(llama3: Tokenizer) -> None:
     ids = Llama3Chat(llama3).encode([{"role": "user", "content": content}])
     assert sum(map(llama3.is_special, ids)) == 6
     assert llama3.decode(ids[5:-5]) == content
+
+
+# --- tools ------------------------------------------------------------------------------------------------
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Today's weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+def call(name: str, arguments: Any, call_id: str = "call_1") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+ASKED_TWICE = [
+    *HELLO,
+    {"role": "assistant", "content": None, "tool_calls": [call("f", '{"x":1}'), call("g", "{}", "call_2")]},
+    {"role": "tool", "tool_call_id": "call_2", "content": "2"},
+    {"role": "tool", "tool_call_id": "call_1", "content": "1"},
+    {"role": "user", "content": "thanks"},
+]
+
+# Llama 3.2's own template, as far as tools go.
+LLAMA32_TOOL_TEMPLATE = """
+{{- "Environment: ipython\n" if tools is not none else "" }}
+{%- for message in messages %}
+    {{- "<|im_start|>" ~ message.role ~ "\n" }}
+    {%- if loop.first and tools is not none %}
+        {%- for t in tools %}
+            {{- t | tojson(indent=4) ~ "\n\n" }}
+        {%- endfor %}
+    {%- endif %}
+    {%- if "tool_calls" in message %}
+        {%- if not message.tool_calls | length == 1 %}
+            {{- raise_exception("This model only supports single tool-calls at once!") }}
+        {%- endif %}
+        {%- set called = message.tool_calls[0].function %}
+        {{- '{"name": "' + called.name + '", "parameters": ' }}
+        {{- called.arguments | tojson ~ "}" }}
+    {%- else %}
+        {{- message.content | trim }}
+    {%- endif %}
+    {{- "<|im_end|>" }}
+{%- endfor %}
+"""
+
+
+def test_native_tools_as_in_metas_template(llama3: Tokenizer) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, *HELLO, {"role": "user", "content": "and now"}]
+    ids = Llama3Chat(llama3).encode(messages, tools=[WEATHER, WEATHER])
+    definition = json.dumps(WEATHER, indent=4) + "\n\n"
+    assert llama3.decode(ids) == (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
+        "Environment: ipython\n\nBe brief.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
+        "Given the following functions, please respond with a JSON for a function call with its proper "
+        "arguments that best answers the given prompt.\n\n"
+        'Respond in the format {"name": function name, "parameters": dictionary of argument name and its '
+        f"value}}.Do not use variables.\n\n{definition}{definition}hello<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nand now<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+    late = [{"role": "assistant", "content": "Hi."}, *HELLO]
+    told_late = llama3.decode(Llama3Chat(llama3).encode(late, tools=[WEATHER]))
+    assert "assistant<|end_header_id|>\n\nHi.<|eot_id|>" in told_late
+    alone = llama3.decode(Llama3Chat(llama3).encode(HELLO, tools=[WEATHER]))
+    assert "system<|end_header_id|>\n\nEnvironment: ipython\n\n<|eot_id|>" in alone
+
+
+def test_native_calls_and_results(llama3: Tokenizer) -> None:
+    """Arguments in a str come as they are; the same tokens as the model's own answer has."""
+    chat = Llama3Chat(llama3)
+    text = llama3.decode(chat.encode(ASKED_TWICE))
+    said = '{"name": "f", "parameters": {"x":1}}; {"name": "g", "parameters": {}}'
+    assert (
+        f"assistant<|end_header_id|>\n\n{said}<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n2"
+        in text
+    )
+    as_text = [ASKED_TWICE[0], {"role": "assistant", "content": said}, *ASKED_TWICE[2:]]
+    assert chat.encode(ASKED_TWICE) == chat.encode(as_text)
+    both = [*HELLO, {"role": "assistant", "content": "I look. ", "tool_calls": [call("é", {"ü": [1]})]}]
+    assert 'I look. {"name": "é", "parameters": {"ü": [1]}}<|eot_id|>' in llama3.decode(chat.encode(both))
+
+
+def test_native_tools_never_become_control_tokens(llama3: Tokenizer) -> None:
+    name = "".join(llama3.special_tokens)
+    tool = {"type": "function", "function": {"name": name, "description": name, "parameters": {name: [name]}}}
+    messages = [*HELLO, {"role": "assistant", "content": name, "tool_calls": [call(name, name)]}]
+    assert sum(map(llama3.is_special, Llama3Chat(llama3).encode(messages, tools=[tool]))) == 12
+
+
+def test_a_template_sees_tools_and_calls_as_hugging_faces_do() -> None:
+    chat = template(LLAMA32_TOOL_TEMPLATE)
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call("f", ' {"x" : "<é>"}')]}]
+    assert text_of(chat.encode(messages, tools=[WEATHER])) == (
+        "Environment: ipython\n[256]user\n" + json.dumps(WEATHER, indent=4) + "\n\nhello[257]"
+        '[256]assistant\n{"name": "f", "parameters": {"x": "<é>"}}[257]'
+    )
+    for none in (None, []):
+        assert text_of(chat.encode(HELLO, tools=none)) == "[256]user\nhello[257]"
+        answered = [*HELLO, {"role": "assistant", "content": "yes", "tool_calls": none}]
+        assert text_of(chat.encode(answered)).endswith("yes[257]")
+
+
+def test_arguments_that_are_no_object_stay_text() -> None:
+    chat = template("{{ messages[0].tool_calls[0].function.arguments is string }}")
+    for arguments in ("{", "[1]", "7", '{"a": ' * 5000, '{"a": 1' + "0" * 5000 + "}"):
+        message = {"role": "assistant", "tool_calls": [call("f", arguments)]}
+        assert text_of(chat.encode([message])) == "True"
+
+
+def test_calls_that_a_template_takes_one_by_one() -> None:
+    assert text_of(template(LLAMA32_TOOL_TEMPLATE).encode(ASKED_TWICE)) == (
+        "[256]user\nhello[257]"
+        '[256]assistant\n{"name": "g", "parameters": {}}[257][256]tool\n2[257]'
+        '[256]assistant\n{"name": "f", "parameters": {"x": 1}}[257][256]tool\n1[257]'
+        "[256]user\nthanks[257]"
+    )
+    unanswered = text_of(template(LLAMA32_TOOL_TEMPLATE).encode(ASKED_TWICE[:2]))
+    assert unanswered.index('"f"') < unanswered.index('"g"')
+    given_up = text_of(template(LLAMA32_TOOL_TEMPLATE).encode([*ASKED_TWICE[:2], *HELLO]))
+    assert given_up.index('"f"') < given_up.index('"g"') < given_up.rindex("hello")
+    spoken = [{**ASKED_TWICE[1], "content": "I look."}]
+    each = (
+        "{% for m in messages %}{% if m.tool_calls | length > 1 %}{{ raise_exception('no') }}{% endif %}"
+        "{{ m.content }}{{ m.tool_calls[0].function.name }}{% endfor %}"
+    )
+    assert text_of(template(each).encode(spoken)) == "I look.fg"
+    refused(template("{{ raise_exception('no') }}{{ tool_calls }}"), ASKED_TWICE, "failed: no")
+
+
+def test_a_template_without_tools_is_told_in_words() -> None:
+    chat = template(CHATML_TEMPLATE)
+    system = [{"role": "system", "content": "Be brief."}]
+    text = text_of(chat.encode([*system, *HELLO], tools=[WEATHER]))
+    assert text.startswith("[256]system\nBe brief.\n\nYou can call the functions below.")
+    assert '"parameters": ' in text
+    assert json.dumps(WEATHER["function"]) + "[257]\n[256]user\nhello[257]" in text
+    assert text_of(chat.encode(HELLO, tools=[WEATHER])) == text.replace("Be brief.\n\n", "")
+    assert text_of(chat.encode(ASKED_TWICE, add_generation_prompt=False)) == (
+        "[256]user\nhello[257]\n"
+        '[256]assistant\n{"name": "f", "parameters": {"x":1}}; {"name": "g", "parameters": {}}[257]\n'
+        "[256]user\nResult of g: 2\nResult of f: 1[257]\n[256]user\nthanks[257]\n"
+    )
+    again = [*ASKED_TWICE[:3], *ASKED_TWICE[:3]]
+    assert text_of(chat.encode(again)).count("Result of g: 2[257]") == 2
+    assert text_of(chat.encode(again)).count("Result of g") == 2
+    assert text_of(chat.encode([{"role": "tool", "content": "x"}])).startswith("[256]tool\nx[257]")
+
+
+@pytest.mark.demo
+def test_demo_model_with_tools(demo_model_dir: Path) -> None:
+    tokenizer = load_tokenizer(demo_model_dir)
+    chat = load_chat_format(demo_model_dir, tokenizer)
+    assert chat is not None
+    text = tokenizer.decode(chat.encode(ASKED_TWICE, tools=[WEATHER]))
+    assert text.count("<|im_start|>") == text.count("<|im_end|>") + 1 == 6
+    assert json.dumps(WEATHER["function"]) in text
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts=st.lists(HOSTILE, min_size=6, max_size=6), data=st.data())
+def test_tools_never_become_control_tokens(texts: list[str], data: st.DataObject) -> None:
+    name, told, key, value, result, call_id = texts
+    function = {"name": name, "description": told, "parameters": {key: {"enum": [value, told]}}}
+    arguments = json.dumps({key: value, "x": [told]}, ensure_ascii=data.draw(st.booleans()))
+    escaped = arguments.replace("<", "\\u003c") if data.draw(st.booleans()) else arguments
+    messages = [
+        {"role": "user", "content": told},
+        {"role": "assistant", "content": None, "tool_calls": [call(name, escaped, call_id)]},
+        {"role": "tool", "content": result, "tool_call_id": call_id},
+    ]
+    tools = [{"type": "function", "function": function}]
+    each = "{% for m in messages %}<|im_start|>{{ m.content }}{{ m.tool_calls }}{% endfor %}{{ tools }}"
+    for source, per_message in ((LLAMA32_TOOL_TEMPLATE, 2), (CHATML_TEMPLATE, 2), (each, 1)):
+        ids = template(source).encode(messages, tools=tools, add_generation_prompt=False)
+        num_messages = 3 + (source == CHATML_TEMPLATE)  # there the tools have a message of their own
+        assert sum(token_id >= 256 for token_id in ids) == per_message * num_messages
 
 
 # --- BOS ---------------------------------------------------------------------------------------------------
@@ -271,11 +457,42 @@ def refused(chat: ChatFormat, messages: Any, expected: str) -> None:
         ([{"role": "user", "content": [{"type": "image"}]}], "holds {'type': 'image'}"),
         ([{"role": "user", "content": [{"type": "text", "text": None}]}], "holds {'text': None"),
         ([{"role": "user", "content": ["x"]}], "holds 'x'"),
+        (
+            [{"role": "assistant", "content": None, "tool_calls": []}],
+            r"messages\[0\].content should be .*None",
+        ),
+        ([{"role": "assistant", "tool_calls": "f"}], r"messages\[0\].tool_calls should be a list, is 'f'"),
+        ([{"role": "assistant", "tool_calls": [{}]}], r"messages\[0\].tool_calls\[0\] should be .*is {}"),
+        ([{"role": "assistant", "tool_calls": [call("f", None)]}], r"tool_calls\[0\] should be"),
+        (
+            [{"role": "assistant", "tool_calls": [call("f", "{}"), call(7, "{}")]}],
+            r"tool_calls\[1\] should be",
+        ),
     ],
 )
 def test_messages_of_another_form(llama3: Tokenizer, messages: Any, expected: str) -> None:
     refused(Llama3Chat(llama3), messages, expected)
     refused(template(CHATML_TEMPLATE), messages, expected)
+
+
+@pytest.mark.parametrize("tool", [7, {}, {"function": "f"}, {"function": {"name": None}}])
+def test_tools_of_another_form(llama3: Tokenizer, tool: Any) -> None:
+    for chat in (Llama3Chat(llama3), template(CHATML_TEMPLATE), template(LLAMA32_TOOL_TEMPLATE)):
+        with pytest.raises(ChatError, match=r"tools\[1\] should be"):
+            chat.encode(HELLO, tools=[WEATHER, tool])
+
+
+def test_native_tools_that_cannot_be_told(llama3: Tokenizer) -> None:
+    chat = Llama3Chat(llama3)
+    with pytest.raises(ChatError, match="first user message"):
+        chat.encode([{"role": "system", "content": "x"}], tools=[WEATHER])
+    nested: Any = "x"
+    for _ in range(5000):
+        nested = [nested]
+    with pytest.raises(ChatError, match="nested too deep"):
+        chat.encode(HELLO, tools=[{"function": {"name": "f", "parameters": nested}}])
+    with pytest.raises(ChatError, match="hold <"):
+        chat.encode(HELLO, tools=[{"function": {"name": "f", "parameters": Odd()}}])
 
 
 def test_native_roles(llama3: Tokenizer) -> None:

@@ -205,6 +205,20 @@ def test_a_step_that_fails(steps_ahead: int, how: str, run_number: int) -> None:
 
 
 @STEPS_AHEAD
+def test_many_at_once(steps_ahead: int) -> None:
+    """Enough for threads to fill the masks; one of them fails."""
+    engine, _ = make_engine(steps_ahead=steps_ahead, num_pages=100)
+    made = [Choosy(salt=i) for i in range(21)]
+    made[13].fails_at = ("mask", 2)
+    params = SamplingParams(max_tokens=6)
+    names = [engine.add_request([i], params, constraint=lambda i=i: made[i]) for i in range(21)]  # type: ignore[misc]
+    results = run(engine)
+    assert results[names.pop(13)].error == "its constraint failed: no mask today"
+    for i, name in zip([*range(13), *range(14, 21)], names, strict=True):
+        assert results[name].token_ids == expected([i], 6, Choosy(salt=i))
+
+
+@STEPS_AHEAD
 def test_aborts(steps_ahead: int) -> None:
     """At every moment; the other answer isn't touched."""
     for moment in range(8):
