@@ -18,9 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, overload
 
@@ -60,11 +59,6 @@ Prompt = str | Seq[int] | Seq[Mapping[str, Any]]
 
 SEED_BITS = 63
 """Of a drawn seed: it fits a signed 64-bit number, so that any JSON or SQL can hold it."""
-
-PARALLEL_MASKS = 8
-"""Constrained answers of a step from which on threads fill their masks: few are filled sooner than shared."""
-
-MASK_THREADS = 8
 
 log = logging.getLogger("samir_vllm")
 
@@ -517,22 +511,17 @@ class Engine:
         bound = [(i, s) for i, s in enumerate(sampled) if s.constraint is not None and not s.is_finished]
         if not bound:
             return None
-        fills = [(seq, self._mask_words[i]) for i, (_, seq) in enumerate(bound)]
-        if len(fills) < PARALLEL_MASKS:
-            errors = _fill_masks(fills)
-        else:
-            size = -(-len(fills) // MASK_THREADS)
-            parts = [fills[i : i + size] for i in range(0, len(fills), size)]
-            errors = [error for part in self._fillers.map(_fill_masks, parts) for error in part]
-        for (_, seq), error in zip(bound, errors, strict=True):
-            if error is not None and self.scheduler.abort(seq, "error", error) and seq not in self._booked:
-                self._booked.append(seq)  # it is told of with the next outputs
+        # One after another: on threads it takes longer, however little of the work needs Python's lock.
+        for (_, seq), mask in zip(bound, self._mask_words, strict=False):
+            assert seq.constraint is not None
+            try:
+                seq.constraint.fill_mask(mask)
+            except Exception as exc:  # somebody's grammar: the others' tokens don't depend on it
+                mask[:] = ~np.uint32(0)
+                self.scheduler.abort(seq, "error", f"its constraint failed: {one_line(exc)}")
+                if seq not in self._booked:
+                    self._booked.append(seq)  # it is told of with the next outputs
         return TokenMasks(np.array([row for row, _ in bound], np.int32), self._mask_words[: len(bound)])
-
-    @cached_property
-    def _fillers(self) -> ThreadPoolExecutor:
-        """Grammars may work without Python's lock; then threads shorten what a batch of them takes."""
-        return ThreadPoolExecutor(min(MASK_THREADS, os.cpu_count() or 1), "masks")
 
     def _advance(self, seq: Sequence) -> None:
         """Tell the constraint of the newest token, which may complete the answer."""
@@ -545,7 +534,7 @@ class Engine:
             is_allowed, is_complete = False, False
             log.error("a constraint failed", exc_info=exc)
         if not is_allowed:
-            self.scheduler.abort(seq, "error", "no token that its constraint allows could be chosen")
+            self.scheduler.abort(seq, "error", "its constraint refused the token that was chosen")
         elif is_complete and not self.scheduler.abort(seq, "stop"):
             seq.finish_reason = "stop"  # rather than "length", which would say that something is missing
 
@@ -810,20 +799,6 @@ def _for_the_living(launched: _Launched) -> ScheduledStep:
             if not seq.is_finished and (seq in rows or not launched.has_failed)
         ],
     )
-
-
-def _fill_masks(fills: list[tuple[Sequence, np.ndarray]]) -> list[str | None]:
-    """What went wrong with each, in a line: the tokens of the others don't depend on somebody's grammar."""
-    errors: list[str | None] = []
-    for seq, mask in fills:
-        assert seq.constraint is not None
-        try:
-            seq.constraint.fill_mask(mask)
-            errors.append(None)
-        except Exception as exc:
-            mask[:] = ~np.uint32(0)
-            errors.append(f"its constraint failed: {one_line(exc)}")
-    return errors
 
 
 def _raises(exc: Exception) -> Callable[[], StepResult]:

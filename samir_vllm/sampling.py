@@ -181,7 +181,7 @@ class TokenConstraint(Protocol):
     """Which tokens may come next in one answer, token after token: a grammar's, or anything else's."""
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        """Say which tokens may come next. Those of several answers are asked on several threads.
+        """Say which tokens may come next.
 
         Args:
             mask: uint32 [ceil(vocab_size / 32)] to be filled; bit i % 32 of word i // 32 is token i, 1 where

@@ -70,6 +70,7 @@ class Scheduler:
         self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._prefilling: list[Sequence] = []
         self._decoding: list[Sequence] = []  # a new list at every change: steps refer to the old one
+        self._steps_to_end = 0  # so many leave `_decoding` as it is, but for ends by a token
         self._ending: list[Sequence] = []  # their last step is under way
         # Until `launched`: a step that was interrupted is scheduled again, block tables included.
         self._admitted: list[tuple[Sequence, np.ndarray]] = []
@@ -223,7 +224,9 @@ class Scheduler:
             seq.num_launched_tokens += chunk
         for seq in step.decodes:
             seq.num_launched_tokens += 1
-        self._regroup()
+        self._steps_to_end -= 1
+        if step.prefills or self._steps_to_end <= 0:
+            self._regroup()
 
     def commit(self, step: ScheduledStep, token_ids: list[int]) -> list[Sequence]:
         """Book the results of a step. Steps are committed in the order in which they were launched.
@@ -278,9 +281,9 @@ class Scheduler:
         """Drop what ended, move whole prompts on to decode, and out of it what needs no more steps."""
         if self._ending:
             self._ending = [seq for seq in self._ending if not seq.is_finished]
-        decoding = [seq for seq in self._decoding if seq.needs_steps and not seq.is_finished]
+        decoding = [seq for seq in self._decoding if seq.num_needed_steps and not seq.is_finished]
         if len(decoding) < len(self._decoding):
-            self._ending += [s for s in self._decoding if not (s.needs_steps or s.is_finished)]
+            self._ending += [s for s in self._decoding if not (s.num_needed_steps or s.is_finished)]
         prefilling: list[Sequence] = []
         for seq in self._prefilling:
             if seq.is_finished:
@@ -289,10 +292,11 @@ class Scheduler:
                 prefilling.append(seq)
                 continue
             seq.status = SequenceStatus.DECODE
-            (decoding if seq.needs_steps else self._ending).append(seq)
+            (decoding if seq.num_needed_steps else self._ending).append(seq)
         self._prefilling = prefilling
         if decoding != self._decoding:
             self._decoding = decoding
+            self._steps_to_end = min([seq.num_needed_steps for seq in decoding], default=0)
 
     def abort(self, seq: Sequence, reason: FinishReason = "abort", error: str | None = None) -> bool:
         """End ``seq`` now, wherever it is, even while a step of its is under way.

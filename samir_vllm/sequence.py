@@ -126,9 +126,9 @@ class Sequence:
         return -(-(self.num_prompt_tokens + self.max_tokens - 1) // PAGE_SIZE)
 
     @property
-    def needs_steps(self) -> bool:
-        """Whether the steps launched so far leave tokens to be made, should nothing end it early."""
-        return self.num_launched_tokens < self.num_prompt_tokens + self.max_tokens - 1
+    def num_needed_steps(self) -> int:
+        """Decode steps still to be launched, should nothing end it early; its prompt's are."""
+        return self.num_prompt_tokens + self.max_tokens - 1 - self.num_launched_tokens
 
     @property
     def is_finished(self) -> bool:

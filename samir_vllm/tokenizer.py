@@ -95,6 +95,8 @@ class Tokenizer:
         self._bytes_without_special = list(token_bytes)
         for special_id in self._special_ids:
             self._bytes_without_special[special_id] = b""
+        self._texts: dict[int, str] = {}  # for stream decoders, see there
+        self._texts_without_special: dict[int, str] = {}
         self._byte_ids = [ordinary.get(bytes([byte]), -1) for byte in range(256)]
         self._cut_added = _any_of(added_tokens or {})
         self._pieces = _PieceCache(self._encode_piece)
@@ -200,7 +202,9 @@ class Tokenizer:
 
     def stream_decoder(self, *, skip_special: bool = True) -> "StreamDecoder":
         """A decoder for one stream of tokens; by default special tokens give no text."""
-        return StreamDecoder(self._bytes_without_special if skip_special else self._token_bytes)
+        if skip_special:
+            return StreamDecoder(self._bytes_without_special, self._texts_without_special)
+        return StreamDecoder(self._token_bytes, self._texts)
 
     def id_to_bytes(self, token_id: int) -> bytes:
         """Bytes of one token. Raises TokenizerError for an id outside the vocabulary."""
@@ -281,19 +285,32 @@ class StreamDecoder:
     The pushed texts and the flushed one, joined, are `Tokenizer.decode` of the ids.
     """
 
-    def __init__(self, table: list[bytes]) -> None:
+    __slots__ = ("_pending", "_table", "_texts")
+
+    def __init__(self, table: list[bytes], texts: dict[int, str]) -> None:
+        """``texts`` is shared: tokens whose text needs nothing before or after them, as they come up."""
         self._table = table
-        self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        self._texts = texts
+        self._pending = b""  # the beginning of a character
 
     def push(self, token_id: int) -> str:
         """Text that this token completes, often "" or one word. Raises TokenizerError for an unknown id."""
+        pending = self._pending
+        if not pending and (known := self._texts.get(token_id)) is not None:
+            return known
         if not 0 <= token_id < len(self._table):
             raise _outside(token_id, len(self._table))
-        return self._decode(self._table[token_id])
+        data = pending + self._table[token_id]
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._pending = data[used:]
+        if not pending and used == len(data):
+            self._texts[token_id] = text
+        return text
 
     def flush(self) -> str:
         """End of the stream: U+FFFD if a character is left incomplete, else "". Then ready for another."""
-        return self._decode(b"", True)
+        pending, self._pending = self._pending, b""
+        return pending.decode("utf-8", "replace")
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:

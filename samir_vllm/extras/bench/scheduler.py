@@ -43,9 +43,7 @@ class FakeRunner:
         batch = build_batch(step)
         return lambda: StepResult([65] * len(batch.logit_rows))
 
-    def launch_forward(
-        self, step: ScheduledStep
-    ) -> Callable[[TokenMasks | None], Callable[[], StepResult]]:
+    def launch_forward(self, step: ScheduledStep) -> Callable[[TokenMasks | None], Callable[[], StepResult]]:
         return lambda masks: self.launch(step)
 
 

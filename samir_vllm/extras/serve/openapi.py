@@ -9,7 +9,7 @@ Sources: the OpenAPI Specification 3.1; JSON Schema, draft 2020-12.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from samir_vllm import __version__, sampling
@@ -44,11 +44,12 @@ _HEADERS = {
 }
 
 
-def document(model_name: str) -> dict[str, Any]:
+def document(model_name: str, aliases: Sequence[str] = ()) -> dict[str, Any]:
     """The document, ready for JSON.
 
     Args:
-        model_name: what ``model`` may be.
+        model_name: the model's.
+        aliases: what else a request's ``model`` may be.
     """
     return {
         "openapi": "3.1.0",
@@ -60,7 +61,7 @@ def document(model_name: str) -> dict[str, Any]:
         },
         "paths": _paths(model_name),
         "components": {
-            "schemas": {**_request_schemas(model_name), **_answer_schemas(), **_other_schemas()},
+            "schemas": {**_request_schemas([model_name, *aliases]), **_answer_schemas(), **_other_schemas()},
             "responses": {f"Error{status}": _error_response(status) for status in _STATUSES},
             "securitySchemes": {"apiKey": {"type": "http", "scheme": "bearer"}},
         },
@@ -131,11 +132,13 @@ def _get(operation: str, summary: str, schema: str, *statuses: int) -> dict[str,
 
 
 def _post(operation: str, summary: str, takes: str, gives: str, event: str | None = None) -> dict[str, Any]:
-    """``event``: of a stream, which comes if the body says so."""
-    content = _json(_ref(gives))
-    if event is not None:
+    """``event``: of the stream that comes if the body asks for it; None: there is none, nor an engine."""
+    content, statuses = _json(_ref(gives)), set(_STATUSES)
+    if event is None:
+        statuses -= {429, 503}
+    else:
         content["text/event-stream"] = {"schema": _stream(event)}
-    responses = {"200": {"description": summary, "content": content}, **_errors(*_STATUSES)}
+    responses = {"200": {"description": summary, "content": content}, **_errors(*statuses)}
     return {
         "post": {
             "operationId": operation,
@@ -187,8 +190,8 @@ def _json(schema: Schema) -> dict[str, Any]:
 # --- what is asked ----------------------------------------------------------------------------------------
 
 
-def _request_schemas(model_name: str) -> dict[str, Schema]:
-    model: Schema = {"type": "string", "enum": [model_name]}
+def _request_schemas(model_names: list[str]) -> dict[str, Schema]:
+    model: Schema = {"type": "string", "enum": model_names}
     return {
         "ChatRequest": _chat_request(model),
         "CompletionRequest": _completion_request(model),
