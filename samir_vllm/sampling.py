@@ -32,17 +32,17 @@ MAX_STOP_CHARS = 1024
 MAX_ANSWERS = 64
 """Most answers to one request."""
 
-_WHOLE: dict[str, tuple[int, int | None]] = {
+WHOLE_BOUNDS: dict[str, tuple[int, int | None]] = {
     "max_tokens": (1, None),
     "top_k": (0, None),
     "n": (1, MAX_ANSWERS),
 }
-_WHOLE_OR_NONE = {
+OPTIONAL_WHOLE_BOUNDS = {
     "seed": (0, 2**64 - 1),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
-_NUMBERS: dict[str, tuple[float, float]] = {
+NUMBER_BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0, 100),
     "top_p": (0, 1),
     "min_p": (0, 1),
@@ -51,7 +51,7 @@ _NUMBERS: dict[str, tuple[float, float]] = {
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
 }
-_BIAS_BOUNDS = (-100.0, 100.0)
+BIAS_BOUNDS = (-100.0, 100.0)
 _NO_NUMBERS = (bool, np.timedelta64)  # isinstance takes both for integers
 
 
@@ -124,13 +124,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         settle = partial(object.__setattr__, self)
-        for name, (least, most) in _WHOLE.items():
+        for name, (least, most) in WHOLE_BOUNDS.items():
             settle(name, _whole(name, getattr(self, name), least, most))
-        for name, (least, most) in _WHOLE_OR_NONE.items():
+        for name, (least, most) in OPTIONAL_WHOLE_BOUNDS.items():
             value = getattr(self, name)
             if value is not None:
                 settle(name, _whole(name, value, least, most, "None or "))
-        for name, bounds in _NUMBERS.items():
+        for name, bounds in NUMBER_BOUNDS.items():
             settle(name, _number(name, getattr(self, name), *bounds))
         settle(
             "min_tokens", _whole("min_tokens", self.min_tokens, 0, self.max_tokens, most_is=" (max_tokens)")
@@ -235,7 +235,7 @@ def _logit_bias(bias: Any) -> dict[int, float]:
         raise RequestError(f"logit_bias must have at most {MAX_LOGIT_BIAS} tokens, not {len(bias)}")
     return {
         _whole("a token id of logit_bias", token_id, 0, None): _number(
-            f"logit_bias of token {show(token_id)}", value, *_BIAS_BOUNDS
+            f"logit_bias of token {show(token_id)}", value, *BIAS_BOUNDS
         )
         for token_id, value in bias.items()
     }

@@ -156,9 +156,9 @@ def test_every_sampling_field_arrives() -> None:
 
 
 def test_null_is_as_good_as_absent() -> None:
-    names = (bodies._CHAT | bodies._HARMLESS | set(bodies._UNSUPPORTED_IN_CHAT)) - set(CHAT)
+    names = (bodies._CHAT | bodies.HARMLESS | set(bodies.UNSUPPORTED_IN_CHAT)) - set(CHAT)
     assert chat(**dict.fromkeys(names)) == chat()
-    names = (bodies._COMPLETION | bodies._HARMLESS | set(bodies._UNSUPPORTED_IN_COMPLETION)) - set(COMPLETION)
+    names = (bodies._COMPLETION | bodies.HARMLESS | set(bodies.UNSUPPORTED_IN_COMPLETION)) - set(COMPLETION)
     assert completion(**dict.fromkeys(names)) == completion()
     assert (
         parse_tokenize({"prompt": "a", "messages": None, "tools": None, "model": None}, FACTS).prompt == "a"
@@ -173,18 +173,18 @@ def test_every_field_of_openais_is_known(kind: str) -> None:
     fields |= set(module.CompletionCreateParamsBase.__annotations__)
     assert {"model", "stream", "stop", "seed"} <= fields
     if kind == "chat":
-        assert fields <= bodies._CHAT | bodies._HARMLESS | set(bodies._UNSUPPORTED_IN_CHAT)
+        assert fields <= bodies._CHAT | bodies.HARMLESS | set(bodies.UNSUPPORTED_IN_CHAT)
     else:
-        assert fields <= bodies._COMPLETION | bodies._HARMLESS | set(bodies._UNSUPPORTED_IN_COMPLETION)
+        assert fields <= bodies._COMPLETION | bodies.HARMLESS | set(bodies.UNSUPPORTED_IN_COMPLETION)
 
 
 def test_no_field_is_in_two_tables() -> None:
     for known, unsupported in (
-        (bodies._CHAT, bodies._UNSUPPORTED_IN_CHAT),
-        (bodies._COMPLETION, bodies._UNSUPPORTED_IN_COMPLETION),
+        (bodies._CHAT, bodies.UNSUPPORTED_IN_CHAT),
+        (bodies._COMPLETION, bodies.UNSUPPORTED_IN_COMPLETION),
     ):
-        assert not known & bodies._HARMLESS
-        assert not (known | bodies._HARMLESS) & set(unsupported)
+        assert not known & bodies.HARMLESS
+        assert not (known | bodies.HARMLESS) & set(unsupported)
 
 
 @pytest.mark.parametrize(
@@ -828,9 +828,9 @@ BODIES: list[tuple[Callable[..., Any], dict[str, Any]]] = [
 ]
 NAMES = sorted(
     {
-        *(bodies._CHAT | bodies._COMPLETION | bodies._HARMLESS),
-        *bodies._UNSUPPORTED_IN_CHAT,
-        *bodies._UNSUPPORTED_IN_COMPLETION,
+        *(bodies._CHAT | bodies._COMPLETION | bodies.HARMLESS),
+        *bodies.UNSUPPORTED_IN_CHAT,
+        *bodies.UNSUPPORTED_IN_COMPLETION,
         *("role", "content", "type", "text", "tool_calls", "function", "name", "parameters", "json_schema"),
     }
 )
@@ -927,7 +927,7 @@ def test_the_bodies_that_are_changed_are_valid(parse: Callable[..., Any], body: 
 def test_no_field_is_passed_over(parse: Callable[..., Any]) -> None:
     """A value of a wrong type is refused under every name that isn't harmless, and blamed on it."""
     body = CHAT if parse is parse_chat else COMPLETION
-    names = set(NAMES) - bodies._HARMLESS
+    names = set(NAMES) - bodies.HARMLESS
     for name in names:
         blamed = refusal(parse, {**body, name: object()}).param
         assert blamed == name, name

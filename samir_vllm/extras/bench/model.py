@@ -65,7 +65,7 @@ class PieceTokenizer:
 
     def stream_decoder(self) -> StreamDecoder:
         """A decoder for one stream of tokens."""
-        return StreamDecoder(self._pieces)
+        return StreamDecoder(self._pieces, {})
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -154,7 +154,7 @@ class App:
         """What this server takes and gives."""
         from samir_vllm.extras.serve import openapi
 
-        return _json(openapi.document(self.facts.name))
+        return _json(openapi.document(self.facts.name, self.facts.aliases))
 
     async def models(self, request: Request) -> Response:
         """The model, under all its names."""

@@ -41,8 +41,8 @@ MAX_DEPTH = 64
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's ``max_tokens`` of a completion."""
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 # Fields of SamplingParams that both endpoints take under their own names, with a value as it stands.
 _SAMPLING = (
@@ -63,7 +63,7 @@ _CHAT = {
 _COMPLETION = {*_SHARED, "prompt", "echo", "best_of"}
 
 # For whoever runs many users' requests elsewhere; no answer depends on them here.
-_HARMLESS = {
+HARMLESS = {
     *("user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 }
@@ -77,7 +77,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
 }
-_UNSUPPORTED_IN_CHAT: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -93,7 +93,7 @@ _UNSUPPORTED_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "echo": (False,),
 }
-_UNSUPPORTED_IN_COMPLETION: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED_IN_COMPLETION: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     **_UNSUPPORTED,
     "add_special_tokens": (True,),
@@ -176,7 +176,7 @@ def parse_chat(body: Any, facts: ModelFacts) -> ChatRequest:
         ApiError: 404 for another model, 400 for anything else that is wrong.
     """
     fields = _Object(body)
-    fields.check_names(_CHAT | _HARMLESS, _UNSUPPORTED_IN_CHAT)
+    fields.check_names(_CHAT | HARMLESS, UNSUPPORTED_IN_CHAT)
     model = _model(fields, facts)
     messages = _messages(fields)
     tools = _tools(fields)
@@ -200,7 +200,7 @@ def parse_chat(body: Any, facts: ModelFacts) -> ChatRequest:
 def parse_completion(body: Any, facts: ModelFacts) -> CompletionRequest:
     """The request in the body of ``/v1/completions``. Arguments and errors as of `parse_chat`."""
     fields = _Object(body)
-    fields.check_names(_COMPLETION | _HARMLESS, _UNSUPPORTED_IN_COMPLETION)
+    fields.check_names(_COMPLETION | HARMLESS, UNSUPPORTED_IN_COMPLETION)
     model = _model(fields, facts)
     echo, stream = fields.flag("echo", False), fields.flag("stream", False)
     max_tokens = fields.whole("max_tokens", 0)
@@ -322,7 +322,7 @@ class _Object:
     def name(self, name: str) -> str:
         """The name of a function or a schema: there must be one."""
         text = self.need_text(name)
-        if not _NAME.fullmatch(text):
+        if not NAME.fullmatch(text):
             raise _wrong_value(self.path(name), "1 to 64 letters, digits, _ and - of ASCII", text)
         return text
 
@@ -536,7 +536,7 @@ def _logit_bias(fields: _Object, facts: ModelFacts) -> dict[int, Any] | None:
         return None
     biases = {}
     for key, bias in fields.object("logit_bias").fields.items():
-        if not _TOKEN_ID.fullmatch(key) or int(key) >= facts.vocab_size:
+        if not TOKEN_ID.fullmatch(key) or int(key) >= facts.vocab_size:
             bounds = f"token ids of 0 to {facts.vocab_size - 1}"
             message = f"logit_bias must map {bounds} to numbers, not {_shown(key)}"
             raise _invalid("logit_bias", message)

@@ -209,7 +209,7 @@ def _chat_request(model: Schema) -> Schema:
     return _object(
         {"model": model, "messages": _messages()},
         {
-            **_shared(bodies._UNSUPPORTED_IN_CHAT),
+            **_shared(bodies.UNSUPPORTED_IN_CHAT),
             "max_tokens": _maybe(at_least_one, "New tokens at most; what the context holds, if left out."),
             "max_completion_tokens": _maybe(at_least_one, "The same as `max_tokens`."),
             "logprobs": _flag("Each new token comes with its log-probability."),
@@ -236,7 +236,7 @@ def _completion_request(model: Schema) -> Schema:
             },
         },
         {
-            **_shared(bodies._UNSUPPORTED_IN_COMPLETION),
+            **_shared(bodies.UNSUPPORTED_IN_COMPLETION),
             "max_tokens": _maybe(
                 _COUNT,
                 f"New tokens at most; {bodies.DEFAULT_COMPLETION_TOKENS} if left out. 0 with `echo` only.",
@@ -275,15 +275,15 @@ def _shared(unsupported: Mapping[str, tuple[Any, ...]]) -> dict[str, Schema]:
     """Fields of both kinds of answers."""
     numbers = {
         name: _maybe({"type": "number", "minimum": least, "maximum": most})
-        for name, (least, most) in sampling._NUMBERS.items()
+        for name, (least, most) in sampling.NUMBER_BOUNDS.items()
     }
-    least_seed, most_seed = sampling._WHOLE_OR_NONE["seed"]
+    least_seed, most_seed = sampling.OPTIONAL_WHOLE_BOUNDS["seed"]
     return {
         **numbers,
         "temperature": _described(numbers["temperature"], "0 takes the likeliest token; 1 if left out."),
         "top_k": _maybe({"type": "integer", "minimum": -1}, "Only the k likeliest tokens; 0 and -1: all."),
         "seed": _maybe(_within(-(most_seed + 1) // 2, most_seed), f"Below {least_seed} modulo 2^64."),
-        "n": _maybe(_within(*sampling._WHOLE["n"]), "Answers to each prompt."),
+        "n": _maybe(_within(*sampling.WHOLE_BOUNDS["n"]), "Answers to each prompt."),
         "min_tokens": _maybe(_COUNT, "Before so many nothing ends the answer; at most `max_tokens`."),
         "prompt_logprobs": _maybe(_within(0, sampling.MAX_LOGPROBS), "Not with `stream`."),
         "ignore_eos": _flag("Go on past the model's own end."),
@@ -292,7 +292,7 @@ def _shared(unsupported: Mapping[str, tuple[Any, ...]]) -> dict[str, Schema]:
         "logit_bias": _logit_bias(),
         "stream": _flag("The answer comes in events, as it is generated."),
         "stream_options": _stream_options(),
-        **{name: {"description": "Taken and ignored."} for name in sorted(bodies._HARMLESS)},
+        **{name: {"description": "Taken and ignored."} for name in sorted(bodies.HARMLESS)},
         **{name: _neutral(values) for name, values in unsupported.items()},
     }
 
@@ -307,10 +307,10 @@ def _stop() -> Schema:
 
 
 def _logit_bias() -> Schema:
-    least, most = sampling._BIAS_BOUNDS
+    least, most = sampling.BIAS_BOUNDS
     return {
         "type": ["object", "null"],
-        "propertyNames": {"pattern": f"^({bodies._TOKEN_ID.pattern})$"},
+        "propertyNames": {"pattern": f"^({bodies.TOKEN_ID.pattern})$"},
         "additionalProperties": {"type": "number", "minimum": least, "maximum": most},
         "maxProperties": sampling.MAX_LOGIT_BIAS,
         "description": "Token id to what is added to its logit.",
@@ -612,7 +612,7 @@ def _within(least: int, most: int | None) -> Schema:
 
 
 def _name() -> Schema:
-    return {"type": "string", "pattern": f"^{bodies._NAME.pattern}$"}
+    return {"type": "string", "pattern": f"^{bodies.NAME.pattern}$"}
 
 
 def _neutral(values: Iterable[Any]) -> Schema:
