@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -145,22 +146,31 @@ def starting_server(
 ) -> Iterator[tuple[Future[str], Server]]:
     """The same, at once: the address comes when it is ready. Ends it as `running_server` does."""
     process = subprocess.Popen(
-        serve_command(*options), stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
+        serve_command(*options),
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(env or {})},
+        start_new_session=True,  # the test's Ctrl-C is not the server's
     )
     assert process.stderr is not None
     server, address = Server("", process), Future[str]()
-    reader = threading.Thread(target=_read, args=(process.stderr, address, server.log))
+    reader = threading.Thread(target=_read, args=(process.stderr, address, server.log), daemon=True)
     reader.start()
     try:
         yield address, server
     finally:
+        engines = children(process.pid)
         process.terminate()
         try:
             process.wait(ENDING_SECONDS)
         finally:
             process.kill()  # it does nothing to one that has ended
-            reader.join()
-            process.stderr.close()
+            process.wait()
+            for engine in filter(is_running, engines):
+                os.kill(engine, signal.SIGKILL)
+            reader.join(ENDING_SECONDS)  # an engine that a test has orphaned may hold the other end
+            if not reader.is_alive():
+                process.stderr.close()
 
 
 def serve_command(*options: str) -> list[str]:

@@ -62,10 +62,11 @@ class PieceTokenizer:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._pieces = [f" {token_id:x}".encode() for token_id in range(vocab_size)]
+        self._texts: dict[int, str] = {}
 
     def stream_decoder(self) -> StreamDecoder:
         """A decoder for one stream of tokens."""
-        return StreamDecoder(self._pieces, {})
+        return StreamDecoder(self._pieces, self._texts)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
