@@ -6,7 +6,9 @@ that their tokens gave. Knows neither HTTP nor the engine, only pieces and shape
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, cast
 
 from samir_vllm.extras.serve.api_errors import ApiError
@@ -30,6 +32,7 @@ from samir_vllm.extras.serve.wire import Ending
 from samir_vllm.sequence import TokenLogprobs
 
 TokenBytes = Callable[[int], bytes]
+Placed = tuple[TokenLogprobs, int]  # a token's, and the characters before it
 Names = Collection[str] | None
 
 
@@ -51,7 +54,13 @@ class ChatAnswers:
     """The answers to one chat request."""
 
     def __init__(
-        self, request: ChatRequest, shapes: ChatShapes, usage: Usage, token_bytes: TokenBytes, called: Names
+        self,
+        request: ChatRequest,
+        shapes: ChatShapes,
+        usage: Usage,
+        token_bytes: TokenBytes,
+        is_special: Callable[[int], bool],
+        called: Names,
     ) -> None:
         """Answers of which nothing is known yet.
 
@@ -60,11 +69,13 @@ class ChatAnswers:
             shapes: how it is told.
             usage: what is counted.
             token_bytes: of any of the model's ids.
+            is_special: whether an id is a control token, which has no place in the text.
             called: functions that an answer may call; None: it is text, whatever it looks like.
         """
         self._shapes, self._usage, self._token_bytes = shapes, usage, token_bytes
         self._names = called
-        self._choices = [_ChatState(called) for _ in range(request.params.n)]
+        self._places = partial(_TokenPlaces, token_bytes, is_special)
+        self._choices = [_ChatState(self._places(), called) for _ in range(request.params.n)]
 
     def events(self, pieces: Sequence[Piece]) -> bytes:
         """The events of what has come since the last call.
@@ -80,13 +91,11 @@ class ChatAnswers:
         if not state.has_begun:
             state.has_begun = True
             told = shapes.role(index)
+        shown = state.places.take(text, tokens, ending)
         if state.reader is not None:
-            told += self._called(index, state, text, is_last=ending is not None)
-        elif text or tokens or state.held:
-            state.held += tokens
-            shown = state.release(text, ending)
-            if text or shown:
-                told += shapes.text(index, text, chat_logprobs(shown, self._token_bytes) if shown else None)
+            told += self._called(index, state, text, shown, is_last=ending is not None)
+        elif text or shown:
+            told += self._text(index, text, shown)
         if ending is None:
             return told
         _check(ending)
@@ -95,17 +104,28 @@ class ChatAnswers:
             index, _chat_finish(ending, state.reader.num_calls if state.reader else 0)
         )
 
-    def _called(self, index: int, state: _ChatState, text: str, *, is_last: bool) -> bytes:
+    def _text(self, index: int, text: str, tokens: list[Placed]) -> bytes:
+        if not tokens:
+            return self._shapes.text(index, text)
+        return self._shapes.text(
+            index, text, chat_logprobs([token for token, _ in tokens], self._token_bytes)
+        )
+
+    def _called(
+        self, index: int, state: _ChatState, text: str, tokens: list[Placed], *, is_last: bool
+    ) -> bytes:
         assert state.reader is not None
         told = b""
+        state.unshown += tokens
         events = state.reader.feed(text)
         for event in [*events, *state.reader.finish()] if is_last else events:
             if isinstance(event, CallStart):
                 told += self._shapes.tool_call(index, event.number, new_call_id(), event.name)
             elif isinstance(event, CallArguments):
                 told += self._shapes.tool_arguments(index, event.number, event.text)
-            else:
-                told += self._shapes.text(index, event.text)
+            else:  # calls, and what may come behind them, go without log-probabilities
+                shown, state.unshown = [] if state.reader.num_calls else state.unshown, []
+                told += self._text(index, event.text, shown)
         return told
 
     def whole(self, endings: dict[int, Ending]) -> dict[str, Any]:
@@ -126,11 +146,9 @@ class ChatAnswers:
         calls: list[ToolCall] = []
         if self._names is not None:
             text, calls = _read_calls(ending.text, self._names)
-        tokens = (
-            None
-            if ending.logprobs is None
-            else _spoken(ending.logprobs, ending, ending.text, self._token_bytes)
-        )
+        tokens = None
+        if ending.logprobs is not None and not calls:
+            tokens = [token for token, _ in self._places().take(ending.text, ending.logprobs, ending)]
         return ChatChoice(
             index,
             text if text or not calls else None,
@@ -143,17 +161,49 @@ class ChatAnswers:
 class _ChatState:
     """One answer of a stream so far."""
 
-    def __init__(self, called: Names = None) -> None:
+    def __init__(self, places: _TokenPlaces, called: Names = None) -> None:
         self.has_begun = False
+        self.places = places
         self.reader = None if called is None else ToolCallReader(called)
-        self.held: list[TokenLogprobs] = []  # of tokens whose text is still held back
+        self.unshown: list[Placed] = []  # of text that may turn out a call
 
-    def release(self, text: str, ending: Ending | None) -> list[TokenLogprobs]:
-        """The log-probabilities that go with this text: what is held back may turn out a stop string."""
-        if ending is None and not text:
+
+class _TokenPlaces:
+    """Which tokens an answer's text has come to, and where in it they begin, however it is cut in pieces."""
+
+    def __init__(
+        self, token_bytes: TokenBytes, is_special: Callable[[int], bool], keeps_end: bool = False
+    ) -> None:
+        """Nothing has come.
+
+        Args:
+            token_bytes: of any of the model's ids.
+            is_special: whether an id is a control token, which has no place in the text.
+            keeps_end: whether the token that ends an answer belongs to it, though it says nothing.
+        """
+        self._token_bytes, self._is_special, self._keeps_end = token_bytes, is_special, keeps_end
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._place = self._end = 0  # characters: of the tokens so far, and of the text
+        self._held: list[Placed] = []  # of text that is held back: it may turn out a stop string
+
+    def take(self, text: str, tokens: Sequence[TokenLogprobs], ending: Ending | None) -> list[Placed]:
+        """The tokens, with their places, that go with the next piece of text; nothing of a stop string."""
+        self._end += len(text)
+        if not tokens and not self._held:
             return []
-        held, self.held = self.held, []
-        return held if ending is None else _without_end(held, ending, bool(text))
+        for token in tokens:
+            self._held.append((token, self._place))
+            if not self._is_special(token.token_id):
+                self._place += len(self._decode(self._token_bytes(token.token_id)))
+        held = self._held
+        if ending is not None and ending.is_stop_token:
+            count = len(held) - (not self._keeps_end)
+        elif ending is not None and ending.finish_reason != "stop":
+            count = len(held)
+        else:
+            count = sum(place < self._end for _, place in held)
+        self._held = held[count:]
+        return held[:count]
 
 
 class CompletionAnswers:
@@ -180,9 +230,9 @@ class CompletionAnswers:
         """
         self._request, self._shapes, self._usage = request, shapes, usage
         self._token_bytes, self._is_special, self._prompts = token_bytes, is_special, prompts
-        count = len(prompts) * request.params.n
-        self._states = [_ChatState() for _ in range(count)]
-        self._offsets = [0] * count  # characters told so far
+        # With the end's: who echoes a prompt finds its tokens by counting from either end, as lm-eval does.
+        self._places = partial(_TokenPlaces, token_bytes, is_special, keeps_end=True)
+        self._states = [_ChatState(self._places()) for _ in range(len(prompts) * request.params.n)]
 
     def events(self, pieces: Sequence[Piece]) -> bytes:
         """As `ChatAnswers.events`."""
@@ -190,28 +240,31 @@ class CompletionAnswers:
 
     def _event(self, index: int, text: str, tokens: list[TokenLogprobs], ending: Ending | None) -> bytes:
         state, told = self._states[index], b""
+        if not self._request.generates:
+            text, tokens = "", []
         if not state.has_begun:
             state.has_begun = True
             if self._request.echo:
-                told = self._tell(index, self._prompts[index // self._request.params.n][0], [])
-        state.held += tokens
-        shown = state.release(text, ending)
+                told = self._shapes.text(index, self._prompts[index // self._request.params.n][0])
+        shown = state.places.take(text, tokens, ending)
         if text or shown:
-            told += self._tell(index, text, shown)
+            told += self._shapes.text(index, text, self._shown(shown) if shown else None)
         if ending is None:
             return told
         _check(ending)
-        self._usage.add(ending)
-        return told + self._shapes.finish(index, _completion_finish(ending))
+        if self._request.generates:
+            self._usage.add(ending)
+        return told + self._shapes.finish(index, self._finish(ending))
 
-    def _tell(self, index: int, text: str, tokens: list[TokenLogprobs]) -> bytes:
-        offset = self._offsets[index]
-        self._offsets[index] += len(text)
-        if not tokens:
-            return self._shapes.text(index, text)
-        ids = [token.token_id for token in tokens]
-        shown = completion_logprobs(tokens, ids, self._token_bytes, offset, self._is_special)
-        return self._shapes.text(index, text, shown)
+    def _shown(self, tokens: list[Placed]) -> dict[str, Any]:
+        """Of a stream without an echo: its log-probabilities would come in one piece."""
+        spoken = [token for token, _ in tokens]
+        ids = [token.token_id for token in spoken]
+        shown = completion_logprobs(spoken, ids, self._token_bytes, 0, self._is_special)
+        return {**shown, "text_offset": [place for _, place in tokens]}
+
+    def _finish(self, ending: Ending) -> CompletionFinish:
+        return _completion_finish(ending) if self._request.generates else "length"
 
     def events_of_whole(self, endings: dict[int, Ending]) -> bytes:
         """The events of answers that come in one piece: where the prompt's log-probabilities come first."""
@@ -251,7 +304,7 @@ class CompletionAnswers:
         text = (prompt if request.echo else "") + (ending.text if request.generates else "")
         logprobs = None
         if ending.logprobs is not None:
-            spoken = _spoken(ending.logprobs, ending, ending.text, self._token_bytes)
+            spoken = [token for token, _ in self._places().take(ending.text, ending.logprobs, ending)]
             tokens: list[TokenLogprobs | None] = [*spoken] if request.generates else []
             ids = [token.token_id for token in spoken] if request.generates else []
             if request.echo and of_prompt is not None:
@@ -261,7 +314,7 @@ class CompletionAnswers:
         return CompletionChoice(
             index,
             text,
-            _completion_finish(ending) if request.generates else "length",
+            self._finish(ending),
             logprobs,
             prompt_logprobs(of_prompt or [], self._token_bytes) if asked else None,
         )
@@ -300,29 +353,6 @@ def _chat_finish(ending: Ending, num_calls: int) -> ChatFinish:
 
 def _completion_finish(ending: Ending) -> CompletionFinish:
     return cast(CompletionFinish, ending.finish_reason)
-
-
-def _without_end(tokens: list[TokenLogprobs], ending: Ending, has_text: bool) -> list[TokenLogprobs]:
-    """Those of a stream's last tokens that belong to its text."""
-    if ending.is_stop_token:
-        return tokens[:-1]
-    return tokens if has_text or ending.finish_reason == "length" else []
-
-
-def _spoken(
-    tokens: list[TokenLogprobs], ending: Ending, text: str, token_bytes: TokenBytes
-) -> list[TokenLogprobs]:
-    """Those of a whole answer's tokens that begin in its text: none of what ended it."""
-    if ending.is_stop_token:
-        return tokens[:-1]
-    if ending.finish_reason != "stop":
-        return tokens
-    end, place = len(text.encode("utf-8", "surrogatepass")), 0
-    for count, token in enumerate(tokens):
-        if place >= end:
-            return tokens[:count]
-        place += len(token_bytes(token.token_id))
-    return tokens
 
 
 def _read_calls(text: str, called: Collection[str]) -> tuple[str, list[ToolCall]]:

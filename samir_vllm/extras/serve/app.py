@@ -49,7 +49,7 @@ BODY_SECONDS = 60.0
 """A body must be there within these: who sends half of one doesn't hold a connection for ever."""
 
 LONG_BYTES = 1 << 16
-"""Bodies and prompts beyond these are read on another thread, so that the others' tokens go on meanwhile."""
+"""Prompts beyond these are encoded on another thread, so that the others' tokens go on meanwhile."""
 
 CLIENT_GONE = 499  # as nginx writes it; nobody is there to read it
 PAGE_POLICY = (
@@ -87,6 +87,7 @@ class App:
         self.engine, self.text, self.facts = engine, text, facts
         self.metrics, self.grammars, self.options = metrics, grammars, options
         self.is_draining = False
+        self._bodies: set[asyncio.Timeout] = set()  # of requests whose bodies are being read
         self.num_answering = 0  # HTTP requests whose answers have not been sent
         self._created = int(time.time())
         self._page = files("samir_vllm.extras.serve").joinpath("page.html").read_bytes()
@@ -112,7 +113,7 @@ class App:
                     CORSMiddleware,
                     allow_origins=list(self.options.cors_origins),
                     allow_methods=["GET", "POST"],
-                    allow_headers=["Authorization", "Content-Type"],
+                    allow_headers=["*"],  # whatever a client library adds
                 )
             )
         if self.options.api_keys:
@@ -241,7 +242,7 @@ class App:
         job = Job(prompt, params, grammar, chat.stream, retain_kv=True)
         usage = Usage(len(prompt))
         shapes = ChatShapes(_new_id("chatcmpl"), int(time.time()), chat.model, chat.include_usage)
-        answers = ChatAnswers(chat, shapes, usage, self._token_bytes, called)
+        answers = ChatAnswers(chat, shapes, usage, self._token_bytes, self._is_special, called)
         return await self._answer(request, chat, [job], answers, usage, shapes)
 
     async def completions(self, request: Request) -> Response:
@@ -276,7 +277,7 @@ class App:
             if grammar is not None:
                 await asyncio.to_thread(self.grammars.check, grammar)
         except GrammarError as exc:
-            raise bad_request(str(exc), exc.param) from None
+            raise bad_request(str(exc), exc.param, "invalid_value") from None
         return grammar
 
     def _fitted(self, params: Any, num_prompt: int, is_bounded: bool, field: str) -> Any:
@@ -308,11 +309,10 @@ class App:
         shapes: ChatShapes | CompletionShapes,
     ) -> Response:
         stream = self.engine.submit(jobs)
-        for job in jobs:
-            self.metrics.prompted(len(job.prompt))
         answering = _Answering(self, stream, request.receive)
         try:
             first = await stream.next()  # a refusal is a status, not an event
+            self.metrics.prompted(usage.prompt_tokens)
             if asked.stream:
                 if jobs[0].streams:
                     opening = answers.events(first)
@@ -340,7 +340,7 @@ class App:
             raise ApiError(415, f"the body must be application/json, not {kind}")
         data = await self._read(request)
         try:
-            return await _maybe_elsewhere(len(data), partial(json.loads, data))
+            return json.loads(data)  # which no other thread would do any sooner: it keeps Python's lock
         except (ValueError, RecursionError) as exc:
             raise bad_request(
                 f"the body isn't JSON: {' '.join(str(exc).split())}", code="invalid_json"
@@ -348,17 +348,31 @@ class App:
 
     async def _read(self, request: Request) -> bytes:
         most = self.options.max_body_bytes
-        parts, size = [], 0
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for part in request.stream():
-                    size += len(part)
-                    if size > most:
-                        raise ApiError(413, f"the body has more than {most} bytes (--max-body-mib)")
-                    parts.append(part)
-        except TimeoutError:
-            raise ApiError(408, f"the body took more than {BODY_SECONDS:g} s", "timeout_error") from None
+        parts, size = [], int(request.headers.get("content-length", 0))
+        if size <= most:  # who says that it is longer need not send it
+            size = 0
+            try:
+                async with asyncio.timeout(BODY_SECONDS) as patience:
+                    self._bodies.add(patience)
+                    async for part in request.stream():
+                        size += len(part)
+                        if size > most:
+                            break
+                        parts.append(part)
+            except TimeoutError:
+                self._check_open()
+                raise ApiError(408, f"the body took more than {BODY_SECONDS:g} s", "timeout_error") from None
+            finally:
+                self._bodies.discard(patience)
+        if size > most:
+            raise ApiError(413, f"the body has more than {most} bytes (--max-body-mib)")
         return b"".join(parts)
+
+    def give_up(self) -> None:
+        """End all that is under way: the server has to."""
+        self.engine.fail_all("the server is shutting down")
+        for patience in self._bodies:
+            patience.reschedule(0.0)
 
 
 class _Answering:
@@ -458,8 +472,8 @@ class _Counted:
 
         try:
             await self._app(scope, receive, counted)
-        except ClientDisconnect:
-            pass
+        except (ClientDisconnect, asyncio.CancelledError):
+            pass  # cancelled is only who still doesn't read when the server has to end
         except Exception as exc:
             # Whoever waits has been told by `_unexpected`; raised on, it would be in the log twice.
             log.error("a request failed", exc_info=exc)

@@ -6,6 +6,7 @@ Both ends are ours, started by one command, so that pickle's trust is in place. 
 from __future__ import annotations
 
 import pickle
+import select
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -80,12 +81,14 @@ class Channel:
             ConnectionError: nobody is at the other end any more.
         """
         messages: list[Any] = []
-        if wait:
-            self._sock.settimeout(None if self.flush() else 0.01)
+        blocks = wait and self.flush()
+        if wait and not blocks:
+            # Not by a timeout of the socket's: with one, every later call would wait that long.
+            select.select((self._sock,), (self._sock,), ())
         while True:
             try:
-                data = self._sock.recv(READ_BYTES, 0 if wait and not messages else socket.MSG_DONTWAIT)
-            except (BlockingIOError, TimeoutError):
+                data = self._sock.recv(READ_BYTES, 0 if blocks and not messages else socket.MSG_DONTWAIT)
+            except BlockingIOError:
                 return messages
             if not data:
                 raise ConnectionResetError("the other process has gone")

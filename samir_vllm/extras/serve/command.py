@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pages from there may use this server, * from anywhere; repeatable (default: none)",
     )
     group.add_argument(
-        "--max-body-mib", type=int, default=8, metavar="N", help="longest request (default: %(default)s)"
+        "--max-body-mib", type=int, default=2, metavar="N", help="longest request (default: %(default)s)"
     )
     group.add_argument(
         "--max-waiting",
@@ -161,7 +161,7 @@ async def _serve(args: argparse.Namespace, module: str, listener: socket.socket)
         problems.append(message)
         closed.set()
 
-    told = Listener(metrics.ended, metrics.restarted, on_closed)
+    told = Listener(metrics.ended, metrics.aborted, metrics.restarted, on_closed)
     engine = EngineClient(Begin(args, args.max_waiting), module, told)
     metrics.watch(engine)
     stops = _Stops()
@@ -205,6 +205,7 @@ async def _until(work: asyncio.Future[T], stops: _Stops) -> T | None:
     finally:
         work.cancel()
         stop.cancel()
+        await asyncio.gather(work, stop, return_exceptions=True)
 
 
 def _make_app(args: argparse.Namespace, text: TextParts, engine: Any, metrics: Any, ready: Ready) -> App:
@@ -224,6 +225,8 @@ async def _run_server(
 ) -> None:
     import uvicorn
 
+    from samir_vllm.extras.serve.http_protocol import Protocol
+
     class Server(uvicorn.Server):
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -231,6 +234,8 @@ async def _run_server(
 
     config = uvicorn.Config(
         app.asgi(),
+        http=Protocol,
+        ws="none",
         lifespan="off",
         log_config=None,
         access_log=args.access_log,
@@ -244,6 +249,7 @@ async def _run_server(
 
     def force() -> None:
         server.force_exit = True
+        app.give_up()
 
     stops.on_second = force
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
@@ -256,5 +262,5 @@ async def _run_server(
         end.cancel()
     app.is_draining = server.should_exit = True
     await asyncio.wait((serving,), timeout=args.drain_seconds)
-    app.engine.fail_all("the server is shutting down")
+    app.give_up()
     await serving

@@ -125,6 +125,7 @@ class Listener:
     """Who is told what happens, for figures."""
 
     ended: Callable[[Ending], None]
+    aborted: Callable[[int], None]  # so many answers
     died: Callable[[], None]  # the engine's process; another is started
     closed: Callable[[str], None]  # there is no engine any more, and why
 
@@ -174,6 +175,7 @@ class EngineClient(asyncio.Protocol):
                 [*command, str(theirs.fileno()), self._module],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                process_group=0,  # a terminal's Ctrl-C is for the front, which tells the engine by closing
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
             )
         self._first = loop.create_future()
@@ -230,7 +232,9 @@ class EngineClient(asyncio.Protocol):
     def abort(self, keys: list[int]) -> None:
         """End those of the requests that haven't ended."""
         for key in keys:
-            if self._requests.pop(key, None) is not None:
+            request = self._requests.pop(key, None)
+            if request is not None:
+                self._listener.aborted(request.num_open)
                 self._send(Abort(key))
 
     def fail_all(self, message: str, status: int = 503) -> None:
@@ -281,8 +285,13 @@ class EngineClient(asyncio.Protocol):
     def _refuse(self, refusal: Refusal) -> None:
         request = self._requests.pop(refusal.key, None)
         if request is not None:
-            make = _queue_full if refusal.is_full else bad_request
-            request.stream._fail(make(refusal.message))
+            if refusal.status == 429:
+                error = _queue_full(refusal.message)
+            elif refusal.status == 400:
+                error = bad_request(refusal.message)
+            else:
+                error = ApiError(refusal.status, refusal.message, "server_error")
+            request.stream._fail(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See ``asyncio.Protocol``."""

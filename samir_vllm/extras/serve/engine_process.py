@@ -22,7 +22,7 @@ from functools import partial
 from samir_vllm.commandline import EXIT_USER_ERROR
 from samir_vllm.config import PAGE_SIZE
 from samir_vllm.engine import Engine
-from samir_vllm.errors import RequestError, SamirVllmError
+from samir_vllm.errors import RequestError, SamirVllmError, one_line
 from samir_vllm.extras.serve.channel import Channel
 from samir_vllm.extras.serve.grammar import GrammarConstraint, Grammars
 from samir_vllm.extras.serve.wire import (
@@ -39,6 +39,7 @@ from samir_vllm.extras.serve.wire import (
 )
 from samir_vllm.outputs import Completion, StepOutput
 
+QUEUE_FULL = "too many requests wait already: try again later"
 COMPILE_WAIT = 0.002
 """Seconds between two looks at the channel while nothing but a grammar is under way."""
 
@@ -90,7 +91,9 @@ class EngineProcess:
                         self._engine.abort(str(command.key))
                 else:
                     self._streams[command.key] = command.streams
-                    if command.grammar is not None:
+                    if command.grammar is not None and len(self._compiling) >= max(1, self._max_waiting):
+                        self._refuse(command.key, QUEUE_FULL, 429)
+                    elif command.grammar is not None:
                         compiled = self._compiler.submit(self._grammars.constraint, command.grammar)
                         self._compiling.append((command, compiled))
                     elif self._add(command):
@@ -124,22 +127,26 @@ class EngineProcess:
                 constraint=constraint,
             )
         except RequestError as exc:
-            del self._streams[add.key]
-            self._refusals.append(Refusal(add.key, str(exc), is_full=False))
+            self._refuse(add.key, str(exc), 400)
+            return False
+        except Exception as exc:  # a grammar's, that nobody has thought of: the others go on
+            logging.error("a request could not be queued", exc_info=exc)
+            self._refuse(add.key, f"the request could not be queued: {one_line(exc)}", 500)
             return False
         return True
+
+    def _refuse(self, key: int, message: str, status: int) -> None:
+        if self._streams.pop(key, None) is not None:
+            self._refusals.append(Refusal(key, message, status))
 
     def _turn_away(self, arrived: list[Add]) -> None:
         """Of those that came before this step, and that it could not admit, the latest are too many."""
         waiting = self._engine.scheduler.num_waiting
         while arrived and waiting > self._max_waiting:
             add = arrived.pop()
-            if self._streams.pop(add.key, None) is None:
-                continue
-            self._engine.abort(str(add.key))
-            self._refusals.append(
-                Refusal(add.key, "too many requests wait already: try again later", is_full=True)
-            )
+            if add.key in self._streams:
+                self._engine.abort(str(add.key))
+                self._refuse(add.key, QUEUE_FULL, 429)
             waiting = self._engine.scheduler.num_waiting
 
     def _report(self, outputs: list[StepOutput]) -> None:
@@ -157,7 +164,7 @@ class EngineProcess:
             elif streams:
                 told.append((key, out.index, out.text, out.logprobs, None))
         used = engine.pool.num_used - scheduler.num_retained_pages
-        load = (scheduler.num_running, scheduler.num_waiting, used)
+        load = (scheduler.num_running, scheduler.num_waiting + len(self._compiling), used)
         if told or self._refusals or load != self._last_load:
             refusals, self._refusals, self._last_load = self._refusals, [], load
             self._channel.send(Report(Load(*load, time.process_time()), told, refusals))

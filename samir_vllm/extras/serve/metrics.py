@@ -72,8 +72,12 @@ class Metrics:
             if value is not None:
                 histogram.observe(value)
 
+    def aborted(self, count: int) -> None:
+        """So many answers were given up."""
+        self._endings.labels("abort").inc(count)
+
     def prompted(self, num_tokens: int) -> None:
-        """A prompt was sent to the engine."""
+        """A prompt was taken."""
         self._prompt_tokens.inc(num_tokens)
 
     def restarted(self) -> None:

@@ -56,14 +56,14 @@ class Refusal(NamedTuple):
 
     key: int
     message: str
-    is_full: bool  # too many wait already, rather than something wrong with it
+    status: int  # as HTTP has it: 400, something is wrong with it; 429, too many wait; 500, with the engine
 
 
 class Load(NamedTuple):
     """How busy the engine is."""
 
     num_running: int
-    num_waiting: int
+    num_waiting: int  # for pages, or for their grammars
     num_used_pages: int  # by what runs, not by what is kept for later turns of a dialog
     cpu_seconds: float  # of the engine process, since its start
 
