@@ -404,13 +404,14 @@ def test_sampling_reaches_the_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = fake_engine(num_pages=64)
     add, seen = engine.add_request, []
 
-    def see(prompt: list[int], params: Any) -> str:
-        seen.append((params.temperature, params.max_tokens, params.ignore_eos))
+    def see(prompt: list[int], params: Any, constraint: object) -> str:
+        seen.append((params.temperature, params.max_tokens, params.ignore_eos, constraint))
         return add(prompt, params)
 
     monkeypatch.setattr(engine, "add_request", see)
     decode.generate(engine, 2, 5, 3, temperature=0.5)
-    assert seen == [(0.5, 3, True)] * 2
+    decode.generate(engine, 1, 5, 3, constrained=True)
+    assert seen == [*[(0.5, 3, True, None)] * 2, (0.0, 3, True, decode.EveryOther)]
 
 
 def test_a_request_that_fails_is_no_measurement() -> None:

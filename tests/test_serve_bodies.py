@@ -428,6 +428,14 @@ IN_BOTH: list[tuple[dict[str, Any], str, str | None, str]] = [
         "stop",
         VALUE,
     ),
+    ({"stop": ["x"] * 65}, "stop must hold at most 64 strings, not 65", "stop", VALUE),
+    (
+        {"logit_bias": {str(i): 0 for i in range(1025)}},
+        "logit_bias must have at most 1024 tokens, not 1025",
+        "logit_bias",
+        VALUE,
+    ),
+    ({"stop_token_ids": [1] * 257}, "stop_token_ids must hold at most 256 ids", "stop_token_ids", VALUE),
     ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, not 5", "stop_token_ids", TYPE),
     (
         {"stop_token_ids": [1, 1000]},
@@ -625,6 +633,13 @@ IN_CHATS: list[tuple[dict[str, Any], str, str | None, str]] = [
     ),
     ({**schema(), "min_tokens": 1}, "min_tokens can't be combined with response_format", "min_tokens", VALUE),
     ({"tools": [CLOCK], "min_tokens": 1}, "min_tokens can't be combined with tools", "min_tokens", VALUE),
+    ({**schema(), "n": 17}, "n must be at most 16 with response_format, not 17", "n", VALUE),
+    (
+        {"tools": [{**CLOCK, "function": {**CLOCK["function"], "parameters": {"enum": [0] * 20_000}}}]},
+        "tools[0].function.parameters holds more than 20000 values: make it smaller",
+        "tools[0].function.parameters",
+        VALUE,
+    ),
     ({"tools": [CLOCK], "ignore_eos": True}, "ignore_eos can't be combined with", "ignore_eos", VALUE),
     (
         {"response_format": {"type": "json_object"}, "ignore_eos": True},

@@ -95,6 +95,41 @@ def client_of(server: Server, **options: Any) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", **{"api_key": "-", "max_retries": 0, **options})
 
 
+# --- what is refused, and what is cut ---------------------------------------------------------------------
+
+
+def error_of(server: Server, path: str, body: dict[str, Any]) -> tuple[int, str | None]:
+    """Status, and the field to blame."""
+    reply = server.post(path, body)
+    return reply.status, json.loads(reply.body)["error"]["param"]
+
+
+def test_more_than_there_is_room_for_is_a_mistake(server: Server, narrow: Server) -> None:
+    long = {**CHAT, "messages": [{"role": "user", "content": "x" * (CONTEXT - 300)}]}
+    assert error_of(server, "/v1/chat/completions", {**long, "min_tokens": 500}) == (400, "min_tokens")
+    many = {**COMPLETION, "n": 64, "max_tokens": 1000, "logprobs": 20}
+    assert error_of(server, "/v1/completions", many) == (400, "logprobs")
+    reply = narrow.post("/v1/completions", {**COMPLETION, "n": 2}, {"Authorization": "Bearer sesame"})
+    assert (reply.status, b"only 1 answers may run or wait" in reply.body) == (400, True)
+
+
+def test_a_stop_string_that_cuts_a_call_makes_no_call(server: Server) -> None:
+    """Who is told of tool calls parses their arguments."""
+    body = {**CHAT, "tools": [WEATHER], "tool_choice": "required"}
+    path = "/v1/chat/completions"
+    for stop, reason in ((["}"], "stop"), (["?"], "tool_calls")):
+        whole = json.loads(server.post(path, {**body, "stop": stop}).body)
+        assert whole["choices"][0]["finish_reason"] == reason
+        assert [c.finish_reason for c in streamed(server, path, {**body, "stop": stop})] == [reason]
+
+
+def test_echoed_control_tokens_have_no_place_in_the_text(server: Server) -> None:
+    body = {"model": "fake", "prompt": [256, 65, 257, 66], "echo": True, "logprobs": 0, "max_tokens": 1}
+    choice = json.loads(server.post("/v1/completions", body).body)["choices"][0]
+    assert choice["text"] == "AB" + TEXT[0]
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 1, 2]
+
+
 # --- streams, by hand ---------------------------------------------------------------------------------------
 
 

@@ -51,6 +51,7 @@ ENDLESS: dict[str, Any] = {**SHORT, "max_tokens": 8000, "ignore_eos": True}
 CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Say it"}]}
 STREAM = {"stream": True}
 MIB = 1 << 20
+JSON = "Content-Type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -431,15 +432,16 @@ def test_a_body_over_the_limit(quick: Server) -> None:
 def test_a_body_that_says_it_is_too_long_is_not_waited_for(quick: Server) -> None:
     for more in ("", "Expect: 100-continue\r\n"):
         with Wire(quick) as wire:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\n{more}Content-Length: {1 << 40}\r\n\r\n"
-            wire.send(head.encode())
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\n{more}{JSON}"
+            wire.send(f"{head}Content-Length: {1 << 40}\r\n\r\n".encode())
             assert wire.reply().status == 413
 
 
 def test_an_endless_upload_costs_little(quick: Server) -> None:
     before = resident_mib(quick.process.pid)
     with Wire(quick) as wire:
-        wire.send(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n")
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\n{JSON}Transfer-Encoding: chunked\r\n\r\n"
+        wire.send(head.encode())
         try:
             for _ in range(64):
                 wire.send(b"100000\r\n" + b" " * MIB + b"\r\n")

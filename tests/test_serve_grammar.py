@@ -662,6 +662,30 @@ def test_a_pattern_that_outgrows_its_limits_ends_its_answer_only(grammars: Gramm
     assert follow(grammars.constraint(grammar), '"' + "a" * 61 + '"')
 
 
+class BracketTokenizer(PieceTokenizer):
+    """With tokens of many brackets, as real vocabularies have them."""
+
+    def id_to_bytes(self, token_id: int, /) -> bytes:
+        first = 256 + len(PIECES) - 8
+        return (
+            b"[" * (token_id - first + 2) if first <= token_id < first + 8 else super().id_to_bytes(token_id)
+        )
+
+
+def test_a_schema_whose_masks_take_long_is_refused() -> None:
+    """Each bracket may begin any of the alternatives: within other limits a mask takes seconds."""
+    grammars = Grammars(BracketTokenizer(), END_IDS, VOCAB_SIZE)
+    for count, is_taken in ((4, True), (100, False)):
+        schema = {"anyOf": [{"type": "array", "items": {"$ref": "#"}}] * count}
+        grammar = grammar_of({"type": "json_schema", "json_schema": {"schema": schema}}, [], "none", True)
+        assert grammar is not None
+        if is_taken:
+            assert follow(grammars.constraint(grammar), "[[[]]]")
+        else:
+            with pytest.raises(GrammarError, match="Too many items"):
+                grammars.constraint(grammar)
+
+
 def test_many_grammars_are_not_all_kept() -> None:
     grammars = Grammars(PieceTokenizer(), END_IDS, VOCAB_SIZE)
     for i in range(40):

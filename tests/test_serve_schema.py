@@ -261,6 +261,7 @@ def test_answers_with_the_prompts_log_probabilities(server: str) -> None:
 
 
 def test_who_needs_a_key() -> None:
+    keys = {"Authorization": "Bearer open sesame", "Content-Type": "application/json"}
     with running_server("--api-key", "open sesame") as (url, _):
         for path, operations in DOCUMENT["paths"].items():
             for method, operation in operations.items():
@@ -274,7 +275,7 @@ def test_who_needs_a_key() -> None:
                 assert response.status_code == 401, path
                 assert response.headers["WWW-Authenticate"] == "Bearer"
                 check_shape("Error", response.json())
-                keyed = requests.request(method, address, headers={"Authorization": "Bearer open sesame"})
+                keyed = requests.request(method, address, headers=keys)
                 assert keyed.status_code == (200 if method == "get" else 400), path
 
 

@@ -100,9 +100,7 @@ class ChatAnswers:
             return told
         _check(ending)
         self._usage.add(ending)
-        return told + shapes.finish(
-            index, _chat_finish(ending, state.reader.num_calls if state.reader else 0)
-        )
+        return told + shapes.finish(index, _chat_finish(ending, state.reader))
 
     def _text(self, index: int, text: str, tokens: list[Placed]) -> bytes:
         if not tokens:
@@ -144,15 +142,16 @@ class ChatAnswers:
     def _choice(self, index: int, ending: Ending) -> ChatChoice:
         text: str | None = ending.text
         calls: list[ToolCall] = []
-        if self._names is not None:
-            text, calls = _read_calls(ending.text, self._names)
+        reader = None if self._names is None else ToolCallReader(self._names)
+        if reader is not None:
+            text, calls = _read_calls(ending.text, reader)
         tokens = None
         if ending.logprobs is not None and not calls:
             tokens = [token for token, _ in self._places().take(ending.text, ending.logprobs, ending)]
         return ChatChoice(
             index,
             text if text or not calls else None,
-            _chat_finish(ending, len(calls)),
+            _chat_finish(ending, reader),
             calls,
             None if tokens is None else chat_logprobs(tokens, self._token_bytes),
         )
@@ -347,17 +346,19 @@ def _check(ending: Ending) -> None:
         raise ApiError(503, "the server is shutting down", "server_error")
 
 
-def _chat_finish(ending: Ending, num_calls: int) -> ChatFinish:
-    return "tool_calls" if num_calls and ending.finish_reason == "stop" else _completion_finish(ending)
+def _chat_finish(ending: Ending, reader: ToolCallReader | None) -> ChatFinish:
+    """``tool_calls`` only for whole ones: a stop string may have cut the last."""
+    if reader is not None and reader.num_calls and not reader.is_cut and ending.finish_reason == "stop":
+        return "tool_calls"
+    return _completion_finish(ending)
 
 
 def _completion_finish(ending: Ending) -> CompletionFinish:
     return cast(CompletionFinish, ending.finish_reason)
 
 
-def _read_calls(text: str, called: Collection[str]) -> tuple[str, list[ToolCall]]:
+def _read_calls(text: str, reader: ToolCallReader) -> tuple[str, list[ToolCall]]:
     """Plain text, and calls, of a whole answer."""
-    reader = ToolCallReader(called)
     plain, names, arguments = "", [], []
     for event in [*reader.feed(text), *reader.finish()]:
         if isinstance(event, CallStart):

@@ -12,6 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
@@ -26,7 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from samir_vllm.errors import ChatError
+from samir_vllm.errors import ChatError, RequestError
 from samir_vllm.extras.serve.answering import ChatAnswers, CompletionAnswers, Usage
 from samir_vllm.extras.serve.api_errors import ApiError, bad_request, model_not_found
 from samir_vllm.extras.serve.bodies import (
@@ -50,6 +51,9 @@ BODY_SECONDS = 60.0
 
 LONG_BYTES = 1 << 16
 """Prompts beyond these are encoded on another thread, so that the others' tokens go on meanwhile."""
+
+MAX_LOGPROB_VALUES = 200_000
+"""Of an answer in one piece, alternatives included: about a second's work for JSON."""
 
 CLIENT_GONE = 499  # as nginx writes it; nobody is there to read it
 PAGE_POLICY = (
@@ -88,7 +92,6 @@ class App:
         self.metrics, self.grammars, self.options = metrics, grammars, options
         self.is_draining = False
         self._bodies: set[asyncio.Timeout] = set()  # of requests whose bodies are being read
-        self.num_answering = 0  # HTTP requests whose answers have not been sent
         self._created = int(time.time())
         self._page = files("samir_vllm.extras.serve").joinpath("page.html").read_bytes()
 
@@ -188,17 +191,15 @@ class App:
         else:
             assert asked.prompt is not None
             add_bos = asked.add_special_tokens and self.text.tokenizer.adds_bos
-            ids = await self._encoded(asked.prompt, add_bos=add_bos)
+            encode = partial(self.text.tokenizer.encode, asked.prompt, add_bos=add_bos)
+            ids = await _maybe_elsewhere(len(asked.prompt), encode)
         return _json({"count": len(ids), "max_model_len": self.facts.context_len, "tokens": ids})
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         asked = parse_detokenize(await self._body(request), self.facts)
-        return _json({"prompt": self._decoded(asked.tokens)})
-
-    async def _encoded(self, text: str, *, add_bos: bool) -> list[int]:
-        encode = partial(self.text.tokenizer.encode, text, add_bos=add_bos)
-        return await _maybe_elsewhere(len(text), encode)
+        text = await _maybe_elsewhere(8 * len(asked.tokens), partial(self._decoded, asked.tokens))
+        return _json({"prompt": text})
 
     async def _dialog(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], opens_answer: bool = True
@@ -206,17 +207,17 @@ class App:
         chat_format = self.text.chat_format
         if chat_format is None:
             raise bad_request("this model has no chat format: use /v1/completions", "messages")
-        size = sum(len(str(message.get("content"))) for message in messages) + len(str(tools))
+        size = len(str(messages)) + len(str(tools))
         try:
             encode = partial(chat_format.encode, messages, tools=tools or None)
             return await _maybe_elsewhere(size, partial(encode, add_generation_prompt=opens_answer))
         except ChatError as exc:
             raise bad_request(str(exc), "messages") from None
 
-    def _decoded(self, ids: list[int]) -> str:
+    def _decoded(self, ids: list[int], *, skip_special: bool = False) -> str:
         """The text of ids, of which some may be beyond the tokenizer's."""
         size = self.text.tokenizer.vocab_size
-        return self.text.tokenizer.decode([i for i in ids if i < size])
+        return self.text.tokenizer.decode([i for i in ids if i < size], skip_special=skip_special)
 
     def _token_bytes(self, token_id: int) -> bytes:
         tokenizer = self.text.tokenizer
@@ -250,7 +251,8 @@ class App:
         body = await self._body(request)
         asked = parse_completion(body, self.facts)
         self._check_open()
-        prompts = [await self._prompt(prompt) for prompt in asked.prompts]
+        size = sum(map(len, asked.prompts))
+        prompts = await _maybe_elsewhere(size, lambda: [self._prompt(p, asked.echo) for p in asked.prompts])
         params = [self._fitted(asked.params, len(ids), True, "prompt") for _, ids in prompts]
         # Echoed log-probabilities of a prompt come first, and are there last.
         streams = asked.stream and asked.params.prompt_logprobs is None
@@ -262,11 +264,13 @@ class App:
         answers = CompletionAnswers(asked, shapes, usage, self._token_bytes, self._is_special, prompts)
         return await self._answer(request, asked, jobs, answers, usage, shapes)
 
-    async def _prompt(self, prompt: str | list[int]) -> tuple[str, list[int]]:
-        """Text and ids."""
+    def _prompt(self, prompt: str | list[int], is_echoed: bool) -> tuple[str, list[int]]:
+        """Text, of ids only where it is wanted, and ids."""
+        tokenizer = self.text.tokenizer
         if isinstance(prompt, list):
-            return self._decoded(prompt), prompt
-        ids = await self._encoded(prompt, add_bos=self.text.tokenizer.adds_bos) if prompt else []
+            # Without control tokens, as answers are told: they have no place in the text.
+            return self._decoded(prompt, skip_special=True) if is_echoed else "", prompt
+        ids = tokenizer.encode(prompt, add_bos=tokenizer.adds_bos) if prompt else []
         if not ids:
             raise bad_request("the prompt is empty: give at least one token", "prompt")
         return prompt, ids
@@ -293,7 +297,10 @@ class App:
         if is_bounded or ready is None:
             return params
         room = min(ready.pool_tokens, self.facts.context_len) - num_prompt
-        return replace(params, max_tokens=max(1, min(params.max_tokens, room)))
+        try:
+            return replace(params, max_tokens=max(1, min(params.max_tokens, room)))
+        except RequestError as exc:  # min_tokens are more
+            raise bad_request(str(exc), "min_tokens", "invalid_value") from None
 
     def _check_open(self) -> None:
         if self.is_draining:
@@ -308,6 +315,7 @@ class App:
         usage: Usage,
         shapes: ChatShapes | CompletionShapes,
     ) -> Response:
+        _check_volume(jobs)
         stream = self.engine.submit(jobs)
         answering = _Answering(self, stream, request.receive)
         try:
@@ -335,9 +343,10 @@ class App:
 
     async def _body(self, request: Request) -> Any:
         """The body's JSON."""
-        kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        # A script of another page can send this type only with leave (CORS), and others, or none, without.
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
-            raise ApiError(415, f"the body must be application/json, not {kind}")
+            raise ApiError(415, f"the body must be application/json, not {kind or 'without a Content-Type'}")
         data = await self._read(request)
         try:
             return json.loads(data)  # which no other thread would do any sooner: it keeps Python's lock
@@ -372,7 +381,8 @@ class App:
         """End all that is under way: the server has to."""
         self.engine.fail_all("the server is shutting down")
         for patience in self._bodies:
-            patience.reschedule(0.0)
+            with suppress(RuntimeError):  # it ends by itself just now
+                patience.reschedule(0.0)
 
 
 class _Answering:
@@ -380,7 +390,6 @@ class _Answering:
 
     def __init__(self, app: App, stream: Stream, receive: Receive) -> None:
         self._app, self.stream, self._receive = app, stream, receive
-        app.num_answering += 1
         self._watch = asyncio.get_running_loop().create_task(self._watch_client())
 
     async def _watch_client(self) -> None:
@@ -390,7 +399,6 @@ class _Answering:
 
     def end(self) -> None:
         """Whatever still runs is aborted."""
-        self._app.num_answering -= 1
         self._watch.cancel()
         self.stream.close()
 
@@ -416,7 +424,9 @@ class _EventStream(Response):
             events = self._opening
             while stream.num_open or stream.has_pieces:
                 if events:
+                    stream.is_sending = True
                     await send({"type": "http.response.body", "body": events, "more_body": True})
+                    stream.is_sending = False
                 events = answers.events(await stream.next())
             events += self._ending() + DONE
             await send({"type": "http.response.body", "body": events, "more_body": False})
@@ -477,6 +487,27 @@ class _Counted:
         except Exception as exc:
             # Whoever waits has been told by `_unexpected`; raised on, it would be in the log twice.
             log.error("a request failed", exc_info=exc)
+
+
+def _check_volume(jobs: list[Job]) -> None:
+    """See that log-probabilities that come in one piece don't hold up everybody else."""
+    if jobs[0].streams:
+        return
+    total = 0
+    for job in jobs:
+        params = job.params
+        for count, tokens in (
+            (params.logprobs, params.max_tokens * params.n),
+            (params.prompt_logprobs, len(job.prompt)),
+        ):
+            total += 0 if count is None else (count + 1) * tokens
+    if total > MAX_LOGPROB_VALUES:
+        raise bad_request(
+            f"up to {total} log-probabilities are asked for in one piece, at most {MAX_LOGPROB_VALUES}: "
+            "lower max_tokens, n or their number, or stream",
+            "logprobs",
+            "invalid_value",
+        )
 
 
 async def _endings(stream: Stream, pieces: Sequence[Any]) -> dict[int, Ending]:

@@ -21,10 +21,22 @@ from typing import Any
 from samir_vllm.config import show
 from samir_vllm.errors import RequestError, one_line
 from samir_vllm.extras.serve.api_errors import ApiError, bad_request, model_not_found
-from samir_vllm.sampling import MAX_LOGPROBS, SamplingParams
+from samir_vllm.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOPS, SamplingParams
 
 MAX_ALL_STOP_CHARS = 8192
 """Most characters of all of a request's stop strings: the search for them is built in time with these."""
+
+MAX_STOP_IDS = 256
+"""Most ``stop_token_ids``."""
+
+MAX_PARTS = 1024
+"""Most parts of a message's content."""
+
+MAX_VALUES = 20_000
+"""Most JSON values in what is handed on as it came; and most bytes of a name there."""
+
+MAX_CONSTRAINED = 16
+"""Most answers to one request that keep to a grammar: each costs the engine time at every step."""
 
 MAX_MESSAGES = 4096
 """Most messages of a dialog."""
@@ -415,9 +427,12 @@ def _text(value: Any, place: str) -> str:
 
 def _check_nested(value: Any, place: str) -> None:
     """Refuse what can't be written as JSON in UTF-8 again, or only by deep recursion."""
-    pending = [(value, 0)]
+    pending, count = [(value, 0)], 0
     while pending:
         item, depth = pending.pop()
+        count += 1
+        if count + len(pending) > MAX_VALUES:
+            raise _invalid(place, f"{place} holds more than {MAX_VALUES} values: make it smaller")
         if isinstance(item, str):
             _text(item, place)
         elif isinstance(item, int | float):
@@ -492,7 +507,11 @@ def _params(fields: _Object, facts: ModelFacts, max_tokens: int, **settled: int 
     options["stop"] = _stop(fields)
     options["logit_bias"] = _logit_bias(fields, facts)
     if (stop_ids := fields.get("stop_token_ids")) is not None:
-        options["stop_token_ids"] = _token_ids(stop_ids, "stop_token_ids", facts)
+        ids = _token_ids(stop_ids, "stop_token_ids", facts)
+        if len(ids) > MAX_STOP_IDS:
+            message = f"stop_token_ids must hold at most {MAX_STOP_IDS} ids, not {len(ids)}"
+            raise _invalid("stop_token_ids", message)
+        options["stop_token_ids"] = ids
     if _is_same(options["top_k"], -1):
         options["top_k"] = 0  # vLLM's way to say off
     if type(options["seed"]) is int and -(2**63) <= options["seed"] < 0:
@@ -522,6 +541,8 @@ def _stop(fields: _Object) -> list[str] | None:
     if isinstance(stop, str):
         stops = [_text(stop, "stop")]
     elif isinstance(stop, list):
+        if len(stop) > MAX_STOPS:
+            raise _invalid("stop", f"stop must hold at most {MAX_STOPS} strings, not {len(stop)}")
         stops = [_text(text, f"stop[{i}]") for i, text in enumerate(stop)]
     else:
         raise _wrong_type("stop", "a string or a list of strings", stop)
@@ -534,8 +555,12 @@ def _stop(fields: _Object) -> list[str] | None:
 def _logit_bias(fields: _Object, facts: ModelFacts) -> dict[int, Any] | None:
     if fields.get("logit_bias") is None:
         return None
-    biases = {}
-    for key, bias in fields.object("logit_bias").fields.items():
+    biases, given = {}, fields.object("logit_bias").fields
+    if len(given) > MAX_LOGIT_BIAS:
+        raise _invalid(
+            "logit_bias", f"logit_bias must have at most {MAX_LOGIT_BIAS} tokens, not {len(given)}"
+        )
+    for key, bias in given.items():
         if not TOKEN_ID.fullmatch(key) or int(key) >= facts.vocab_size:
             bounds = f"token ids of 0 to {facts.vocab_size - 1}"
             message = f"logit_bias must map {bounds} to numbers, not {_shown(key)}"
@@ -667,6 +692,8 @@ def _content(content: Any, place: str) -> str:
         return _text(content, place)
     if not isinstance(content, list) or not content:
         raise _wrong_type(place, "a string or a list of text parts", content)
+    if len(content) > MAX_PARTS:
+        raise _invalid(place, f"{place} must have at most {MAX_PARTS} parts, not {len(content)}")
     texts = []
     for i, value in enumerate(content):
         part = _Object(value, f"{place}[{i}]")
@@ -796,3 +823,6 @@ def _check_constraints(request: ChatRequest) -> None:
         raise _clash("min_tokens", other)
     if request.params.ignore_eos:
         raise _clash("ignore_eos", other)
+    if request.params.n > MAX_CONSTRAINED:
+        message = f"n must be at most {MAX_CONSTRAINED} with {other}, not {request.params.n}"
+        raise _invalid("n", message)

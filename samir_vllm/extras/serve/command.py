@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import importlib
 import logging
+import math
 import os
 import resource
 import signal
@@ -114,8 +115,8 @@ def _check(args: argparse.Namespace) -> None:
         *(("drain_seconds", 0), ("fake_step_ms", 0)),
     ):
         value = getattr(args, name)
-        if not value >= least:
-            raise OptionError(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
+        if not least <= value < math.inf:
+            raise OptionError(f"--{name.replace('_', '-')} must be a number of at least {least}, not {value}")
     if args.port > 65535:
         raise OptionError(f"--port must be at most 65535, not {args.port}")
     if args.api_key is None:
@@ -129,9 +130,8 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as exc:
-        raise OptionError(
-            f"can't listen at {host}:{port}: {exc.strerror or exc}; give another --host or --port"
-        ) from None
+        cause = os.strerror(exc.errno) if exc.errno else exc
+        raise OptionError(f"can't listen at {host}:{port}: {cause}; give another --host or --port") from None
 
 
 def _allow_many_connections() -> None:

@@ -25,7 +25,7 @@ from samir_vllm.sampling import SamplingParams
 from samir_vllm.sequence import TokenLogprobs
 
 MAX_BEHIND = 8192
-"""Outputs that may wait for one reader. Whoever reads more slowly than that is given up."""
+"""Tokens that may wait for a client that doesn't read. Whoever lags further behind is given up."""
 
 RETRY_SECONDS = 1
 
@@ -52,10 +52,11 @@ class ReaderGone(Exception):
 class Stream:
     """What comes back for one HTTP request, of one prompt or several. One task reads it."""
 
-    __slots__ = ("_client", "_error", "_keys", "_pieces", "_waiter", "num_open")
+    __slots__ = ("_client", "_error", "_keys", "_pieces", "_waiter", "is_sending", "num_open")
 
     def __init__(self, client: EngineClient, num_answers: int) -> None:
         self.num_open = num_answers
+        self.is_sending = False  # the reader waits for its client to take what it has sent
         self._client = client
         self._keys: list[int] = []
         self._pieces: list[Piece] = []
@@ -98,7 +99,8 @@ class Stream:
         self._pieces.append(piece)
         if piece[3] is not None:
             self.num_open -= 1
-        if len(self._pieces) > MAX_BEHIND:
+        # Behind one that does read, they pile up only while everybody else waits, too.
+        if self.is_sending and len(self._pieces) > MAX_BEHIND:
             self._fail(ApiError(408, "the stream is read too slowly: it was given up", "timeout_error"))
         elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -314,7 +316,7 @@ class EngineClient(asyncio.Protocol):
         log.error("the engine's process ended with status %s; another is started", status)
         try:
             await self.start()
-        except SamirVllmError as exc:
+        except (SamirVllmError, OSError) as exc:
             self._listener.closed(str(exc))
 
 

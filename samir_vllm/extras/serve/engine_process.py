@@ -17,7 +17,6 @@ import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from functools import partial
 
 from samir_vllm.commandline import EXIT_USER_ERROR
 from samir_vllm.config import PAGE_SIZE
@@ -67,6 +66,7 @@ class EngineProcess:
         # Grammars are compiled on another thread, mostly without Python's lock: steps go on meanwhile.
         self._compiler = ThreadPoolExecutor(1, "grammars")
         self._compiling: deque[tuple[Add, Future[GrammarConstraint]]] = deque()
+        self._compiler.submit(self._grammars.load)  # now, not when somebody waits for it
         self._last_load: tuple[int, ...] = ()
 
     def run(self) -> None:
@@ -87,8 +87,7 @@ class EngineProcess:
         for message in messages:
             for command in message:
                 if isinstance(command, Abort):
-                    if self._streams.pop(command.key, None) is not None:
-                        self._engine.abort(str(command.key))
+                    self._abort(command.key)
                 else:
                     self._streams[command.key] = command.streams
                     if command.grammar is not None and len(self._compiling) >= max(1, self._max_waiting):
@@ -99,6 +98,14 @@ class EngineProcess:
                     elif self._add(command):
                         arrived.append(command)
         return arrived
+
+    def _abort(self, key: int) -> None:
+        if self._streams.pop(key, None) is None:
+            return
+        for add, compiled in self._compiling:
+            if add.key == key:
+                compiled.cancel()
+        self._engine.abort(str(key))
 
     def _take_compiled(self) -> list[Add]:
         """Add the requests whose grammars are ready; with nothing else to do, wait a moment for the first."""
@@ -111,14 +118,17 @@ class EngineProcess:
                 if not compiled.done():
                     break
             self._compiling.popleft()
-            if add.key in self._streams and self._add(add):
+            if add.key in self._streams and self._add(add, compiled):
                 arrived.append(add)
         return arrived
 
-    def _add(self, add: Add) -> bool:
+    def _add(self, add: Add, compiled: Future[GrammarConstraint] | None = None) -> bool:
+        most = self._engine.config.max_num_seqs + self._max_waiting
+        if add.params.n > most:
+            self._refuse(add.key, f"n is {add.params.n}, but only {most} answers may run or wait", 400)
+            return False
         try:
-            # Compiled it is copied within microseconds; an error comes again.
-            constraint = None if add.grammar is None else partial(self._grammars.constraint, add.grammar)
+            constraint = None if compiled is None else compiled.result().copy
             self._engine.add_request(
                 add.prompt,
                 add.params,
@@ -183,18 +193,15 @@ def _ending(out: StepOutput, completion: Completion, streams: bool) -> Ending:
         "" if streams else completion.text,
         None if streams else completion.logprobs,
         None if out.result is None else out.result.prompt_logprobs,
-        [] if streams else completion.token_ids,
     )
 
 
 def _ready(engine: Engine) -> Ready:
     return Ready(
-        engine.backend_name,
         engine.context_len,
         engine.model_config.vocab_size,
         engine.pool.num_pages,
         engine.pool.num_pages // engine.model_config.num_layers * PAGE_SIZE,
-        engine.config.max_num_seqs,
     )
 
 

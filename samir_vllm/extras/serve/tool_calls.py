@@ -65,6 +65,11 @@ class ToolCallReader:
         self.num_calls = 0
         """Calls begun so far."""
 
+    @property
+    def is_cut(self) -> bool:
+        """The last call has begun, but not ended."""
+        return self._read in (self._read_arguments, self._read_end)
+
     def feed(self, piece: str) -> list[Event]:
         """Events of the next piece of the answer's text."""
         events: list[Event] = []

@@ -33,7 +33,7 @@ class Abort(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """How an answer ended. Text, log-probabilities and ids are whole, if the request doesn't stream."""
+    """How an answer ended. Text and log-probabilities are the whole ones, if the request doesn't stream."""
 
     finish_reason: FinishReason
     is_stop_token: bool  # the last token is one that ends answers, and says nothing
@@ -43,7 +43,6 @@ class Ending(NamedTuple):
     text: str
     logprobs: list[TokenLogprobs] | None
     prompt_logprobs: list[TokenLogprobs | None] | None  # with the last of a request's answers
-    token_ids: list[int]
 
 
 Output = tuple[int, int, str, TokenLogprobs | None, Ending | None]
@@ -88,12 +87,10 @@ class Begin:
 class Ready:
     """The engine is loaded."""
 
-    backend_name: str
     context_len: int
     vocab_size: int
     num_pages: int
     pool_tokens: int  # that fit into the pool, prompt and answer
-    max_num_seqs: int
 
 
 @dataclass(frozen=True, slots=True)
