@@ -729,6 +729,7 @@ def check_golden(demo: Server, cases: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.demo
+@pytest.mark.slow
 def test_greedy_answers_are_the_golden_ones(demo: Server) -> None:
     check_golden(demo, [case for case in CASES if len(case["greedy_ids"]) <= SHORT_ANSWER])
 
@@ -740,6 +741,7 @@ def test_all_greedy_answers_are_the_golden_ones(demo: Server) -> None:
 
 
 @pytest.mark.demo
+@pytest.mark.slow
 def test_a_dialog_is_written_as_the_golden_ones_were(demo: Server) -> None:
     case = next(case for case in CASES if case["kind"] == "chat")
     messages = [{"role": "user", "content": case["text"]}]
@@ -768,6 +770,7 @@ WISHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.demo
+@pytest.mark.slow
 def test_every_wish_reaches_the_engine(demo: Server, engine: Engine) -> None:
     params = [
         SamplingParams(
@@ -789,6 +792,7 @@ def test_every_wish_reaches_the_engine(demo: Server, engine: Engine) -> None:
 
 
 @pytest.mark.demo
+@pytest.mark.slow
 def test_echoed_logprobs_are_the_engine_s(demo: Server, engine: Engine) -> None:
     """To the bit: a number that JSON carries is the same number."""
     result = engine.generate(PROMPT, SamplingParams(max_tokens=5, logprobs=3, prompt_logprobs=3))
@@ -811,6 +815,7 @@ def test_echoed_logprobs_are_the_engine_s(demo: Server, engine: Engine) -> None:
 
 
 @pytest.mark.demo
+@pytest.mark.slow
 def test_a_real_model_keeps_to_a_schema(demo: Server) -> None:
     answer = client_of(demo, timeout=300).chat.completions.create(
         model=DEMO, messages=DIALOG, temperature=0, max_tokens=60, response_format=POINT_FORMAT

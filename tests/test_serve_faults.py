@@ -41,6 +41,8 @@ from serving import (
 for name in SERVING_PACKAGES:
     pytest.importorskip(name, reason="serving needs it: pip install 'samir-vllm[serve]'")
 
+pytestmark = pytest.mark.slow
+
 from samir_vllm.extras.serve.channel import Channel, packed  # noqa: E402
 from samir_vllm.extras.serve.fake_model import SENTENCE  # noqa: E402
 

@@ -19,13 +19,13 @@ from samir_vllm.model_runner import ModelRunner
 from samir_vllm.sampling import MAX_LOGPROBS
 from samir_vllm.weights import open_weights
 
-pytestmark = [pytest.mark.emulated, emulated.needs_compiler]
+pytestmark = [pytest.mark.emulated, emulated.needs_compiler, pytest.mark.slow]
 
 BATCH, CONTEXT = 3, 20
 CONFIG = ModelConfig.from_dir(TINY)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2048, marks=pytest.mark.slow), 128])
+@pytest.fixture(scope="module", params=[2048, 128])
 def segment_k(request: pytest.FixtureRequest) -> int:
     """The contract's longest stretch of K, and one so short that every product takes two or more."""
     length: int = request.param
