@@ -386,6 +386,7 @@ def test_tables(url: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert text in told
 
 
+@pytest.mark.slow
 def test_a_server_of_its_own_under_too_much(
     started: list[subprocess.Popen[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -405,6 +406,7 @@ def test_a_server_of_its_own_under_too_much(
     assert KEY not in " ".join(map(str, process.args))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start(
     started: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -412,6 +414,7 @@ def test_a_server_that_does_not_start(
     assert started[0].returncode == 2
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_server_too(
     started: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -431,6 +434,7 @@ def test_a_signal_ends_the_server_too(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.slow
 def test_a_server_that_dies(
     started: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -476,6 +480,7 @@ def test_a_server_that_has_gone(url: str, monkeypatch: pytest.MonkeyPatch) -> No
         serve.measure_rate(args, server, requests, 50)
 
 
+@pytest.mark.slow
 def test_streams_must_all_come_through(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--fake-model", "--max-num-seqs", "1", "--max-waiting", "0", "--streams", "30"]
     assert "a request failed, 429" in error_of(capsys, *words)

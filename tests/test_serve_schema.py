@@ -148,7 +148,7 @@ def check(case: Case, server: str, session: requests.Session) -> None:
 
 
 @API.parametrize()
-@settings(DETERMINISTIC, max_examples=10)
+@settings(DETERMINISTIC, max_examples=5)
 def test_the_server_keeps_to_the_document(case: Case, server: str, session: requests.Session) -> None:
     check(case, server, session)
 
