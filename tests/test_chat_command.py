@@ -606,6 +606,7 @@ def test_what_an_interrupted_turn_left_is_reused_at_once(steps_ahead: int) -> No
 # The demo model
 
 
+@pytest.mark.slow
 @pytest.mark.demo
 def test_demo_model_reuses_what_an_interrupted_turn_left(demo_model_dir: Path) -> None:
     command = [sys.executable, "-m", "samir_vllm", "chat"]

@@ -466,6 +466,7 @@ def test_several_prompts_and_a_bad_one(demo: list[str]) -> None:
     assert len(errors) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.demo
 def test_prompt_larger_than_the_pool_names_the_remedy(demo: list[str]) -> None:
     result = cli("generate", "a " * 900, "100", "--kv-cache-mib", "12", *demo)

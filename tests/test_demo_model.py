@@ -55,6 +55,7 @@ def test_contract_rounding_agrees_where_the_gap_is_safe(demo_model_dir: Path) ->
     assert steps == 203
 
 
+@pytest.mark.slow
 def test_engine_reproduces_the_golden_runs_together(demo_model_dir: Path) -> None:
     """All prompts at once, prefill in chunks of 50 tokens beside decodes: prompt ids, greedy ids and text."""
     engine = Engine(demo_model_dir, device="cpu", dtype="float32", max_batched_tokens=50)

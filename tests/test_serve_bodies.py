@@ -924,6 +924,7 @@ def test_any_json_gives_a_request_or_an_api_error(parse: Callable[..., Any], bod
     outcome(parse, body)
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(mutated())
 @example((parse_chat, {**CHAT, **tool(parameters=nested(900))}))

@@ -147,6 +147,7 @@ def check(case: Case, server: str, session: requests.Session) -> None:
         assert UNENFORCEABLE in response.json()["error"]["message"]
 
 
+@pytest.mark.slow
 @API.parametrize()
 @settings(DETERMINISTIC, max_examples=5)
 def test_the_server_keeps_to_the_document(case: Case, server: str, session: requests.Session) -> None:

@@ -174,6 +174,7 @@ def test_bad_names_are_one_line(timeline: Timeline, tmp_path: Path) -> None:
         timeline.write_trace(tmp_path / "no" / "run.json", 16)
 
 
+@pytest.mark.slow
 @pytest.mark.demo
 def test_command_line(demo_model_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
