@@ -27,7 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from samir_vllm.errors import ChatError, RequestError
+from samir_vllm.errors import ChatError, RequestError, one_line
 from samir_vllm.extras.serve.answering import ChatAnswers, CompletionAnswers, Usage
 from samir_vllm.extras.serve.api_errors import ApiError, bad_request, model_not_found
 from samir_vllm.extras.serve.bodies import (
@@ -351,9 +351,7 @@ class App:
         try:
             return json.loads(data)  # which no other thread would do any sooner: it keeps Python's lock
         except (ValueError, RecursionError) as exc:
-            raise bad_request(
-                f"the body isn't JSON: {' '.join(str(exc).split())}", code="invalid_json"
-            ) from None
+            raise bad_request(f"the body isn't JSON: {one_line(exc)}", code="invalid_json") from None
 
     async def _read(self, request: Request) -> bytes:
         most = self.options.max_body_bytes

@@ -33,7 +33,7 @@ MAX_PARTS = 1024
 """Most parts of a message's content."""
 
 MAX_VALUES = 20_000
-"""Most JSON values in what is handed on as it came; and most bytes of a name there."""
+"""Most JSON values, names included, in what is handed on as it came."""
 
 MAX_CONSTRAINED = 16
 """Most answers to one request that keep to a grammar: each costs the engine time at every step."""

@@ -60,7 +60,6 @@ class EngineProcess:
         self._grammars = Grammars(
             engine.tokenizer, engine.model_config.eos_token_ids, engine.model_config.vocab_size
         )
-        self._keys: dict[str, int] = {}  # by request id
         self._streams: dict[int, bool] = {}  # by key, of live requests
         self._refusals: list[Refusal] = []
         # Grammars are compiled on another thread, mostly without Python's lock: steps go on meanwhile.
